@@ -1,0 +1,1 @@
+"""The command line: options, a config, a call of a stage. No logic."""

@@ -1,0 +1,54 @@
+"""The `dflash-offline` command. Imports no torch, so that `--help` answers at once."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from dflash_offline import __version__
+
+# Commands by name -> the module that holds the click command of the same name.
+COMMANDS = {
+    "extract": "dflash_offline.cli.extract",
+    "train": "dflash_offline.cli.train",
+    "evaluate": "dflash_offline.cli.evaluate",
+    "inspect-shard": "dflash_offline.cli.inspect_shard",
+}
+
+
+class CommandGroup(click.Group):
+    """Imports a command's module only when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name])
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Train DFlash drafters offline: extract hidden states once, then train over the shards."""
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage."""
+    try:
+        cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("stopped on request", err=True)
+        sys.exit(1)
+    except (ValueError, OSError) as error:
+        # One line even where a library's message has several.
+        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)
+    sys.exit(0)

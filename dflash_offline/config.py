@@ -1,0 +1,168 @@
+"""Every knob of every command, once: default, help text and range check.
+
+The command line is made from these classes (cli/options.py), so a knob that is added here is an
+option there, and its help has one home. Nothing here imports torch: `--help` must answer at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+def knob(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A dataclass field that carries its help text and its legal range. No default: required."""
+    rules = {"help": help, "minimum": minimum, "maximum": maximum, "choices": tuple(choices)}
+    return field(metadata=rules) if default is MISSING else field(default=default, metadata=rules)
+
+
+def option_name(field_name: str) -> str:
+    """The command-line spelling of a config field: `row_tokens` -> `--row-tokens`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _check_range(rule: Field[Any], value: Any) -> None:
+    low, high, choices = (rule.metadata[k] for k in ("minimum", "maximum", "choices"))
+    name = option_name(rule.name)
+    for item in value if isinstance(value, tuple) else (value,):
+        if item is None:
+            continue
+        if choices and item not in choices:
+            raise ValueError(f"{name} is {item!r}; choose one of {', '.join(choices)}")
+        if low is not None and not item >= low:  # `not >=` also refuses NaN
+            raise ValueError(f"{name} is {item}; it must be at least {low}")
+        if high is not None and not item <= high:
+            raise ValueError(f"{name} is {item}; it must be at most {high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A set of knobs, checked when it is made. Raises ValueError that names the option."""
+
+    def __post_init__(self) -> None:
+        for rule in fields(self):
+            _check_range(rule, getattr(self, rule.name))
+
+
+DEVICES = ("auto", "cuda", "cpu")
+CODECS = ("int8", "raw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractConfig(Config):
+    """Stage one: conversations -> hidden-state shards."""
+
+    target: Path = knob(help="Folder of the target LLM (config.json, safetensors, tokenizer).")
+    data: tuple[Path, ...] = knob(help="Conversation files, JSON lines; read in this order.")
+    output: Path = knob(help="Data set to create or to go on with.")
+    target_layer_ids: tuple[int, ...] | None = knob(
+        None, "Tapped layers, comma-separated, 0-based. Default: five by z-lab's rule.", minimum=0
+    )
+    codec: str = knob("int8", "How hidden states are stored.", choices=CODECS)
+    max_length: int = knob(4096, "Longer documents are cut to this many tokens.", minimum=2)
+    shard_tokens: int = knob(65_536, "Most tokens in one shard.", minimum=1)
+    batch_tokens: int = knob(8192, "Padded tokens in one forward pass.", minimum=1)
+    calibration_tokens: int = knob(
+        16_384, "Tokens that calibrate the codec, drawn from the whole corpus.", minimum=1
+    )
+    dtype: str = knob("bfloat16", "Precision the target runs in.", choices=("bfloat16", "float32"))
+    seed: int = knob(0, "Seed of the calibration sample.", minimum=0)
+    device: str = knob("auto", "Where the target runs.", choices=DEVICES)
+    trust_remote_code: bool = knob(False, "Run Python code that the target's folder brings along.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """Stage two: shards -> drafter."""
+
+    shards: tuple[Path, ...] = knob(help="Data sets to train on.")
+    eval_shards: tuple[Path, ...] = knob(help="Held-out data sets, never trained on.")
+    target: Path = knob(help="Folder of the target; only embedding and lm_head are read.")
+    output: Path = knob(help="Run folder: checkpoints, log, final drafter.")
+    mask_token_id: int | None = knob(
+        None, "Token that stands for 'to be drafted'. Default: known for Qwen3.x.", minimum=0
+    )
+    block_size: int = knob(16, "Tokens in a block, the anchor included.", minimum=2, maximum=64)
+    layers: int = knob(5, "Layers of the drafter.", minimum=1)
+    heads: int = knob(32, "Query heads.", minimum=1)
+    kv_heads: int = knob(8, "Key/value heads.", minimum=1)
+    head_dim: int = knob(128, "Width of a head.", minimum=2)
+    mlp_width: int | None = knob(None, "MLP width. Default: the target's.", minimum=1)
+    sliding_layers: int | None = knob(
+        None, "First layers that slide; the rest see all. Default: all but the last.", minimum=0
+    )
+    sliding_window: int = knob(2048, "Context positions a sliding layer sees.", minimum=1)
+    rope_theta: float | None = knob(None, "RoPE base. Default: the target's.", minimum=1)
+    row_tokens: int = knob(4096, "Context tokens of a packed row.", minimum=2)
+    anchors: int = knob(512, "Anchor slots in a row.", minimum=1)
+    rows_per_step: int = knob(8, "Rows that make one optimizer step, over all ranks.", minimum=1)
+    steps: int = knob(10_000, "Optimizer steps.", minimum=1)
+    optimizer: str = knob(
+        "adamw",
+        "adamw, or muon for the matrices and adamw for the norms.",
+        choices=("adamw", "muon"),
+    )
+    lr: float = knob(6e-4, "Peak learning rate of AdamW.", minimum=0)
+    muon_lr: float = knob(5e-3, "Peak learning rate of Muon.", minimum=0)
+    weight_decay: float = knob(0.0, "Decoupled weight decay.", minimum=0)
+    warmup: float = knob(0.04, "Share of the steps that warm up.", minimum=0, maximum=1)
+    clip: float = knob(1.0, "Largest norm of the whole gradient.", minimum=0)
+    gamma: float | None = knob(
+        None,
+        "Decay of slot weights, in slots. Default: 7, 5, 4 for blocks of 16, 10, 8.",
+        minimum=1e-3,
+    )
+    precision: str = knob("bf16", "Precision of the drafter's matmuls.", choices=("bf16", "fp32"))
+    eval_every: int = knob(500, "Steps between held-out evaluations.", minimum=1)
+    eval_rows: int = knob(32, "Held-out rows in an evaluation while training.", minimum=1)
+    save_every: int = knob(500, "Steps between checkpoints.", minimum=1)
+    keep_checkpoints: int = knob(2, "Newest checkpoints that stay.", minimum=1)
+    log_every: int = knob(10, "Steps between log lines.", minimum=1)
+    resume: bool = knob(False, "Go on from the newest checkpoint in --output.")
+    seed: int = knob(0, "Seed of weights, order and anchors.", minimum=0)
+    device: str = knob("auto", "Where the drafter trains.", choices=DEVICES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads % self.kv_heads:
+            raise ValueError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"--head-dim is {self.head_dim}; RoPE needs an even width")
+        if self.sliding_layers is not None and self.sliding_layers > self.layers:
+            raise ValueError(
+                f"--sliding-layers is {self.sliding_layers}, but --layers is {self.layers}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(Config):
+    """Replay of held-out documents: acceptance lengths."""
+
+    drafter: Path = knob(help="Exported drafter: config.json and model.safetensors.")
+    target: Path = knob(help="Folder of the target; only embedding and lm_head are read.")
+    shards: tuple[Path, ...] = knob(help="Held-out data sets.")
+    output: Path = knob(help="JSON file to write.")
+    block_size: int | None = knob(
+        None, "Block size to replay with. Default: the drafter's own.", minimum=2, maximum=64
+    )
+    batch_tokens: int = knob(16_384, "Padded context tokens replayed together.", minimum=1)
+    dtype: str = knob(
+        "bfloat16", "Precision the drafter runs in.", choices=("bfloat16", "float32")
+    )
+    device: str = knob("auto", "Where the drafter runs.", choices=DEVICES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig(Config):
+    """A look into one shard or data set."""
+
+    document: int = knob(0, "Document to decode, by its place in the shard.", minimum=0)
+    target: Path | None = knob(None, "Folder whose tokenizer turns ids into text.")
+    json: bool = knob(False, "One JSON object instead of a table.")

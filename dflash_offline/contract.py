@@ -1,0 +1,47 @@
+"""Checks at each hand-over: shards, target and drafter belong together, or the run is refused."""
+
+from dflash_offline.shards import ShardSet
+from dflash_offline.spec import DrafterSpec, TargetSpec
+
+
+def check_same_target(shards: ShardSet, target: TargetSpec) -> None:
+    """Refuse shards of another target: their hidden states would mean nothing to this one."""
+    stored = shards.target
+    if stored.content_hash != target.content_hash:
+        raise ValueError(
+            f"the shards were extracted from {stored.name} (content {stored.content_hash[:12]}), "
+            f"--target {target.name} has content {target.content_hash[:12]}; "
+            "use the folder they came from, or extract again"
+        )
+
+
+def check_drafter(spec: DrafterSpec, shards: ShardSet) -> None:
+    """Refuse a drafter that reads other layers, or of another width, than the shards hold."""
+    if spec.target_layer_ids != shards.target_layer_ids:
+        raise ValueError(
+            f"the drafter reads layers {list(spec.target_layer_ids)}, the shards hold "
+            f"{list(shards.target_layer_ids)}; extract the drafter's layers"
+        )
+    drafter = (spec.hidden_size, spec.vocab_size)
+    stored = (shards.target.hidden_size, shards.target.vocab_size)
+    if drafter != stored:
+        raise ValueError(
+            f"the drafter's width and vocabulary are {drafter}, the shards' target's {stored}"
+        )
+
+
+def check_mask_token(shards: ShardSet, token: int) -> int:
+    """How often `token` stands in prompts. Refused where the target produced it.
+
+    A drafter that sees the mask token as a real token cannot tell an answer from a blank.
+    """
+    in_prompts = 0
+    for ids, mask in shards.shard_tokens():
+        found = ids == token
+        if bool((found & mask).any()):
+            raise ValueError(
+                f"--mask-token-id {token} is a token that the target produced in these shards; "
+                "choose one that it never uses"
+            )
+        in_prompts += int(found.sum())
+    return in_prompts

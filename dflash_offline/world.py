@@ -1,0 +1,75 @@
+"""Who this process is among the ranks, and sums over them.
+
+A world of one needs no launcher. Under torchrun or srun the usual environment variables name the
+rank; collectives run over NCCL on GPUs and gloo on CPUs.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank facts. `device` is where this rank computes."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over all ranks in place; a world of one leaves it as it is."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Sum the gradients over all ranks in place, in their own precision (fp32)."""
+        if self.size > 1:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            for pending in [dist.all_reduce(g, async_op=True) for g in gradients]:
+                pending.wait()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def current_world(device: str) -> World:
+    """Rank facts from the environment. Starts no process group: extraction needs none.
+
+    Raises ValueError if `device` is cuda and there is none.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
+    if device == "cpu" or not has_cuda:
+        return World(rank, local_rank, size, torch.device("cpu"))
+    chosen = torch.device("cuda", local_rank)
+    torch.cuda.set_device(chosen)
+    return World(rank, local_rank, size, chosen)
+
+
+def join(world: World) -> None:
+    """Start the process group of a world of several ranks."""
+    if world.size > 1 and not dist.is_initialized():
+        if world.device.type == "cuda":
+            dist.init_process_group("nccl", device_id=world.device)
+        else:
+            dist.init_process_group("gloo")
+
+
+def leave(world: World) -> None:
+    """End the process group, so that the last rank's exit does not look like a failure."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
