@@ -17,7 +17,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class LayerIds(click.ParamType):
+class LayerIds(click.ParamType[tuple[int, ...]]):
     """`1,8,14` -> (1, 8, 14)."""
 
     name = "ids"
@@ -81,7 +81,7 @@ class VariadicCommand(click.Command):
     """Lets `--data a b c` stand for `--data a --data b --data c`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        many = {name for p in self.params if p.multiple for name in p.opts}  # type: ignore[attr-defined]
+        many = {name for p in self.params if p.multiple for name in p.opts}
         return super().parse_args(ctx, list(_repeat_option(args, many)))
 
 

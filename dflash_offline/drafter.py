@@ -16,6 +16,7 @@ Letters: B rows, S context, Q = A * K block tokens, M = taps * D, D hidden, H he
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -150,9 +151,17 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self._layer = _train_layer
 
-    def init_weights(self, seed: int) -> None:
-        """N(0, 0.02^2) for matrices, 1 for norms; the same on every device and rank."""
+    def _typed_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
+
+    def init_weights(self, seed: int, lm_head_VD: Tensor) -> None:
+        """N(0, 0.02^2) for matrices, 1 for norms; the same on every device and rank.
+
+        The last norm's gain is one over the mean norm of the head's rows, so that the first logits
+        have unit variance: targets with large rows (SmolLM2) would start at a loss of 86.
+        """
         generator = torch.Generator().manual_seed(seed)
+        row_norm = lm_head_VD.float().norm(dim=1).mean()
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.ndim == 1:
@@ -160,6 +169,7 @@ class Drafter(nn.Module):
                 else:
                     drawn = torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator)
                     parameter.copy_(drawn)
+            self.norm.weight.fill_(1.0 / float(row_norm))
 
     def compile_layers(self) -> None:
         """Compile the layers for fixed shapes: one graph for sliding layers, one for full ones."""
@@ -170,8 +180,7 @@ class Drafter(nn.Module):
 
     def features(self, taps_BSM: Tensor) -> Tensor:
         """[B, S, D]: what every layer's context keys and values are made of."""
-        out: Tensor = self.hidden_norm(self.fc(taps_BSM))
-        return out
+        return self.hidden_norm(self.fc(taps_BSM))
 
     def forward(
         self,
@@ -186,14 +195,14 @@ class Drafter(nn.Module):
         features = self.features(taps_BSM.to(embedded_BQD.dtype))
         ropes = self._rope(context_positions_BS), self._rope(block_positions_BQ)
         x = embedded_BQD
-        for kind, layer in zip(self.spec.layer_types, self.layers, strict=True):
+        for kind, layer in zip(self.spec.layer_types, self._typed_layers(), strict=True):
             x = self._layer(layer, x, features, ropes, masks[kind])
         return self.norm(x)
 
     def context_cache(self, taps_BSM: Tensor, position_ids_BS: Tensor) -> list[KeysValues]:
         """Keys and values of context tokens, per layer; concatenate on the S axis to extend."""
         features, rope = self.features(taps_BSM), self._rope(position_ids_BS)
-        return [layer.self_attn.keys_values(features, rope) for layer in self.layers]
+        return [layer.self_attn.keys_values(features, rope) for layer in self._typed_layers()]
 
     def draft(
         self,
@@ -206,6 +215,8 @@ class Drafter(nn.Module):
         """Inference: blocks against a context cache. `masks` cover the cache, then the blocks."""
         rope = self._rope(block_positions_BQ)
         x = embedded_BQD
-        for kind, layer, context in zip(self.spec.layer_types, self.layers, cache, strict=True):
+        for kind, layer, context in zip(
+            self.spec.layer_types, self._typed_layers(), cache, strict=True
+        ):
             x = layer(x, rope, context, masks[kind])
         return self.norm(x)

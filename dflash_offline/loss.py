@@ -25,7 +25,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
     """sum_r weight_r * CE(head @ hidden_r, label_r), and the rank of each label in its logits."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         hidden_RD: Tensor,
         head_VD: Tensor,
@@ -51,7 +51,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return loss, ranks
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]

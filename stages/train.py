@@ -5,22 +5,14 @@ and save. Every rank runs the same page; rank 0 alone writes.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from dflash_offline.anchors import (
-    Blocks,
-    default_gamma,
-    eligible_positions,
-    make_blocks,
-    sample_anchors,
-)
+from dflash_offline.anchors import default_gamma
 from dflash_offline.checkpoint import (
     TrainState,
     export_drafter,
@@ -31,31 +23,19 @@ from dflash_offline.checkpoint import (
 from dflash_offline.config import TrainConfig
 from dflash_offline.contract import check_mask_token, check_same_target
 from dflash_offline.drafter import Drafter
-from dflash_offline.loss import BlockLoss, block_loss
-from dflash_offline.mask import Mask, attention_mask, block_mask_mod
+from dflash_offline.loss import BlockLoss
 from dflash_offline.metrics import Log, duration, say, write_json
 from dflash_offline.optim import make_optimizers, rate, set_rate
-from dflash_offline.packing import RowStream, load_row, load_taps
+from dflash_offline.packing import RowStream
 from dflash_offline.prefetch import prefetch
 from dflash_offline.shards import ShardSet
 from dflash_offline.spec import DrafterSpec, TargetSpec
+from dflash_offline.step import Batch, RowShape, load_batch, row_loss
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import World, current_world, join, leave
 
-_EVAL_SEED_OFFSET = 1_000_003  # anchors of held-out rows: fixed for the whole run
+_SEED_STRIDE = 1_000_000_007  # keeps the anchors of different seeds apart
 _MAX_SKIPPED_STEPS = 10
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One row on the device, with its blocks."""
-
-    taps_SM: Tensor
-    document_ids_S: Tensor
-    position_ids_S: Tensor
-    blocks: Blocks
-    weight: float
-    """Sum of the block weights, known before the data reaches the device."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +48,13 @@ class Setup:
     shards: ShardSet
     heldout: ShardSet
     ends: FrozenEnds
-    gamma: float
+    shape: RowShape
 
-    @property
-    def rows_per_rank(self) -> int:
-        return self.config.rows_per_step // self.world.size
+    def batch(self, data: ShardSet, documents: list[int], seed: int) -> Batch:
+        device = self.world.device
+        return load_batch(
+            data, documents, spec=self.spec, shape=self.shape, seed=seed, device=device
+        )
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -110,9 +92,9 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     in_prompts = check_mask_token(shards, spec.mask_token_id)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     ends = FrozenEnds.load(config.target, device=world.device, dtype=dtype)
-    setup = Setup(
-        config, world, spec, shards, heldout, ends, config.gamma or default_gamma(spec.block_size)
-    )
+    gamma = config.gamma or default_gamma(config.block_size)
+    shape = RowShape(config.row_tokens, config.anchors, gamma)
+    setup = Setup(config, world, spec, shards, heldout, ends, shape)
     if world.is_first:
         describe(setup, in_prompts)
     return setup
@@ -165,7 +147,7 @@ def start_or_resume(setup: Setup) -> TrainState:
     """Fresh weights from the seed, or the newest checkpoint."""
     config, world = setup.config, setup.world
     drafter = Drafter(setup.spec)
-    drafter.init_weights(config.seed)
+    drafter.init_weights(config.seed, setup.ends.lm_head)
     drafter.to(world.device)
     state = TrainState(drafter, make_optimizers(drafter, config))
     checkpoints = list_checkpoints(config.output)
@@ -194,68 +176,13 @@ def resumable_facts(setup: Setup) -> dict[str, Any]:
     return {**knobs, "target": shards.target.content_hash, "data": data}
 
 
-def make_micro_batch(
-    setup: Setup, data: ShardSet, documents: Sequence[int], seed: int
-) -> MicroBatch:
-    """One row with anchors drawn from `seed` alone, whatever rank asks for it."""
-    config, spec, device = setup.config, setup.spec, setup.world.device
-    row = load_row(data, documents, config.row_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    blocks = make_blocks(
-        row,
-        sample_anchors(eligible_positions(row), config.anchors, generator),
-        slots=config.anchors,
-        block_size=spec.block_size,
-        mask_token_id=spec.mask_token_id,
-        gamma=setup.gamma,
-    )
-    return MicroBatch(
-        taps_SM=load_taps(data, documents, config.row_tokens, device),
-        document_ids_S=row.document_ids_S.to(device),
-        position_ids_S=row.position_ids_S.to(device),
-        blocks=blocks.to(device),
-        weight=float(blocks.weights_AK.sum()),
-    )
-
-
-def feed(setup: Setup, first_row: int, stream: RowStream) -> Iterator[list[MicroBatch]]:
+def feed(setup: Setup, first_row: int, stream: RowStream) -> Iterator[list[Batch]]:
     """This rank's rows of each step, from `first_row` on. Row n is the same whoever takes it."""
     config, world = setup.config, setup.world
     while True:
         rows = range(first_row + world.rank, first_row + config.rows_per_step, world.size)
-        yield [
-            make_micro_batch(setup, setup.shards, stream[n], config.seed * 1_000_000_007 + n)
-            for n in rows
-        ]
+        yield [setup.batch(setup.shards, stream[n], config.seed * _SEED_STRIDE + n) for n in rows]
         first_row += config.rows_per_step
-
-
-def masks_of(batch: MicroBatch, spec: DrafterSpec) -> dict[str, Mask]:
-    """The attention mask of each kind of layer that the drafter has."""
-    blocks, context = batch.blocks, len(batch.document_ids_S)
-    queries = blocks.input_ids_AK.numel()
-    masks = {}
-    for kind in dict.fromkeys(spec.layer_types):
-        window = spec.sliding_window if kind == "sliding_attention" else None
-        sees = block_mask_mod(
-            blocks.anchors_A, blocks.valid_A, batch.document_ids_S,
-            block_size=spec.block_size, window=window,
-        )  # fmt: skip
-        masks[kind] = attention_mask(sees, queries, context + queries, batch.taps_SM.device)
-    return masks
-
-
-def row_loss(drafter: Drafter, ends: FrozenEnds, batch: MicroBatch, scale: float) -> BlockLoss:
-    """Forward pass and loss of one row; `scale` is one over the global sum of weights."""
-    blocks = batch.blocks
-    hidden = drafter(
-        batch.taps_SM[None],
-        F.embedding(blocks.input_ids_AK.flatten(), ends.embedding)[None],
-        context_positions_BS=batch.position_ids_S[None],
-        block_positions_BQ=blocks.position_ids_AK.flatten()[None],
-        masks=masks_of(batch, drafter.spec),
-    )
-    return block_loss(hidden[0], ends.lm_head, blocks, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +192,7 @@ class StepResult:
     skipped: bool
 
 
-def train_step(setup: Setup, state: TrainState, batches: list[MicroBatch]) -> StepResult:
+def train_step(setup: Setup, state: TrainState, batches: list[Batch]) -> StepResult:
     """One optimizer step over the rows of all ranks: sums of gradients over one global weight."""
     config, world = setup.config, setup.world
     weight = torch.tensor(sum(b.weight for b in batches), dtype=torch.float64).to(world.device)
@@ -273,7 +200,7 @@ def train_step(setup: Setup, state: TrainState, batches: list[MicroBatch]) -> St
     total = None
     for batch in batches:
         loss = row_loss(state.drafter, setup.ends, batch, scale)
-        loss.loss.backward()  # type: ignore[no-untyped-call]
+        loss.loss.backward()
         packed = loss.packed()
         total = packed if total is None else total + packed
     assert total is not None
@@ -300,8 +227,7 @@ def evaluate_heldout(setup: Setup, state: TrainState) -> BlockLoss:
     rows = range(world.rank, min(config.eval_rows, stream.rows_per_epoch), world.size)
     total = torch.zeros(4 + 6 * setup.spec.block_size, device=world.device)
     for n in rows:
-        seed = config.seed + _EVAL_SEED_OFFSET + n
-        batch = make_micro_batch(setup, setup.heldout, stream[n], seed)
+        batch = setup.batch(setup.heldout, stream[n], seed=n)  # the same anchors every time
         total += row_loss(state.drafter, setup.ends, batch, 1.0).packed()
     return BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
 
@@ -325,82 +251,103 @@ def quality(sums: BlockLoss, prefix: str = "") -> dict[str, float]:
 class Pace:
     """Time since the last log line: what it was spent on, and what is left."""
 
-    def __init__(self, first_step: int) -> None:
-        self.started = self.since = time.monotonic()
-        self.waited, self.first_step, self.last_step = 0.0, first_step, first_step
+    def __init__(self, state: TrainState) -> None:
+        self.started = self._since = time.monotonic()
+        self._first_step = self._last_step = state.step
+        self._waited = 0.0
+
+    def wait_for(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        """The next batches; the time until they are there counts as waiting for data."""
+        started = time.monotonic()
+        ready = next(batches)
+        self._waited += time.monotonic() - started
+        return ready
 
     def facts(self, state: TrainState, config: TrainConfig) -> dict[str, float]:
         now = time.monotonic()
-        seconds, steps = max(now - self.since, 1e-9), state.step - self.last_step
-        overall = (now - self.started) / max(state.step - self.first_step, 1)
+        seconds, steps = max(now - self._since, 1e-9), state.step - self._last_step
+        overall = (now - self.started) / max(state.step - self._first_step, 1)
         facts = {
             "elapsed": now - self.started,
             "tokens_per_second": steps * config.rows_per_step * config.row_tokens / seconds,
             "seconds_per_step": seconds / max(steps, 1),
-            "data_wait": self.waited / seconds,
+            "data_wait": self._waited / seconds,
             "eta": overall * (config.steps - state.step),
         }
-        self.since, self.waited, self.last_step = now, 0.0, state.step
+        self._since, self._waited, self._last_step = now, 0.0, state.step
         return facts
 
 
-def log_line(state: TrainState, facts: dict[str, Any], steps: int) -> str:
-    return (
-        f"{duration(facts['elapsed']):>8}  step {state.step:,}/{steps:,}  "
-        f"loss {facts['loss']:.3f}  acc {facts['accuracy']:.3f}  streak {facts['streak']:.2f}  "
-        f"lr x{facts['rate']:.3f}  grad {facts['gradient_norm']:.2f}  "
-        f"{facts['tokens_per_second'] / 1e3:.1f} Ktok/s  wait {facts['data_wait']:.0%}  "
-        f"epoch {facts['epoch']:.2f}  eta {duration(facts['eta'])}"
-    )
+class SkippedSteps:
+    """Steps whose gradient was not finite and changed nothing; too many in a row end the run."""
+
+    def __init__(self) -> None:
+        self.total = self._in_a_row = 0
+
+    def count(self, result: StepResult, step: int) -> None:
+        self.total += result.skipped
+        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
+        if self._in_a_row >= _MAX_SKIPPED_STEPS:
+            raise ValueError(
+                f"the gradient was not finite {self._in_a_row} steps in a row (to step {step}); "
+                "lower --lr or look at the shards with inspect-shard"
+            )
 
 
 def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     """The loop, from `state.step` to the last step; then the export."""
     config, world = setup.config, setup.world
     if world.is_first:
-        config.output.mkdir(parents=True, exist_ok=True)
         write_json(config.output / "config.json", asdict(config))
-    log = Log(config.output / "log.jsonl" if world.is_first else None)
     stream = RowStream(setup.shards.lengths.tolist(), config.row_tokens, seed=config.seed)
-    pace = Pace(state.step)
-    skipped = skipped_in_a_row = 0
+    pace, skipped = Pace(state), SkippedSteps()
     heldout: dict[str, float] = {}
-    with prefetch(feed(setup, state.rows, stream)) as batches:
+    log_path = config.output / "log.jsonl" if world.is_first else None
+    with Log(log_path) as log, prefetch(feed(setup, state.rows, stream)) as batches:
         while state.step < config.steps:
-            waiting = time.monotonic()
-            batch = next(batches)
-            pace.waited += time.monotonic() - waiting
-            result = train_step(setup, state, batch)
+            result = train_step(setup, state, pace.wait_for(batches))
+            skipped.count(result, state.step)
 
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            skipped += result.skipped
-            if skipped_in_a_row > _MAX_SKIPPED_STEPS:
-                raise ValueError(
-                    f"the gradient was not finite {skipped_in_a_row} steps in a row (step "
-                    f"{state.step}); lower --lr or look at the shards with inspect-shard"
-                )
             last = state.step == config.steps
             if state.step % config.log_every == 0 or state.step == 1 or last:
-                facts: dict[str, Any] = {
-                    "step": state.step,
-                    "loss": float(result.sums.loss),
-                    **quality(result.sums),
-                    "rate": rate(state.step - 1, config.steps, config.warmup),
-                    "gradient_norm": result.gradient_norm,
-                    "skipped_steps": skipped,
-                    "epoch": stream.epoch(state.rows),
-                    **pace.facts(state, config),
-                }
-                log.write(facts, log_line(state, facts, config.steps))
+                log_step(log, setup, state, result, skipped, pace, stream.epoch(state.rows))
             if state.step % config.eval_every == 0 or last:
                 heldout = log_heldout(log, state, evaluate_heldout(setup, state))
             if world.is_first and (state.step % config.save_every == 0 or last):
-                save_checkpoint(
-                    config.output, state, resumable_facts(setup), keep=config.keep_checkpoints
-                )
-    log.close()
-    world.barrier()
-    return finish(setup, state, heldout, skipped, time.monotonic() - pace.started)
+                facts = resumable_facts(setup)
+                save_checkpoint(config.output, state, facts, keep=config.keep_checkpoints)
+    world.barrier()  # the others must not leave while rank 0 still saves
+    return finish(setup, state, heldout, skipped.total, time.monotonic() - pace.started)
+
+
+def log_step(
+    log: Log,
+    setup: Setup,
+    state: TrainState,
+    result: StepResult,
+    skipped: SkippedSteps,
+    pace: Pace,
+    epoch: float,
+) -> None:
+    config = setup.config
+    facts: dict[str, Any] = {
+        "step": state.step,
+        "loss": float(result.sums.loss),
+        **quality(result.sums),
+        "rate": rate(state.step - 1, config.steps, config.warmup),
+        "gradient_norm": result.gradient_norm,
+        "skipped_steps": skipped.total,
+        "epoch": epoch,
+        **pace.facts(state, config),
+    }
+    line = (
+        f"{duration(facts['elapsed']):>8}  step {state.step:,}/{config.steps:,}  "
+        f"loss {facts['loss']:.3f}  acc {facts['accuracy']:.3f}  streak {facts['streak']:.2f}  "
+        f"lr x{facts['rate']:.3f}  grad {facts['gradient_norm']:.2f}  "
+        f"{facts['tokens_per_second'] / 1e3:.1f} Ktok/s  wait {facts['data_wait']:.0%}  "
+        f"epoch {facts['epoch']:.2f}  eta {duration(facts['eta'])}"
+    )
+    log.write(facts, line + (f"  skipped {skipped.total}" if skipped.total else ""))
 
 
 def log_heldout(log: Log, state: TrainState, sums: BlockLoss) -> dict[str, float]:

@@ -181,9 +181,20 @@ def test_parameters_are_zlabs_names_and_no_more():
 
 def test_initial_weights_depend_on_the_seed_alone():
     first, second, other = (small_drafter(small_spec(), seed=i) for i in range(3))
-    first.init_weights(5)
-    second.init_weights(5)
-    other.init_weights(6)
+    first.init_weights(5, EMBEDDING)
+    second.init_weights(5, EMBEDDING)
+    other.init_weights(6, EMBEDDING)
     assert torch.equal(first.fc.weight, second.fc.weight)
     assert not torch.equal(first.fc.weight, other.fc.weight)
     assert 0.015 < first.fc.weight.std() < 0.025
+
+
+@torch.no_grad()
+def test_the_first_logits_have_unit_variance_whatever_the_heads_scale():
+    for scale in (0.01, 1.0, 30.0):
+        head = EMBEDDING * scale
+        drafter = small_drafter(small_spec())
+        drafter.init_weights(0, head)
+        row, taps = random_row([24], 24)
+        hidden = hidden_of(drafter, row, taps, blocks_of(row, [3, 9, 15], drafter.spec))
+        assert 0.7 < (hidden @ head.T).std() < 1.4

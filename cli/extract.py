@@ -1,0 +1,24 @@
+"""`dflash-offline extract`."""
+
+from typing import Any
+
+import click
+
+from dflash_offline.cli.options import VariadicCommand, build, options_from
+from dflash_offline.config import ExtractConfig
+
+
+@click.command(cls=VariadicCommand)
+@options_from(ExtractConfig)
+def extract(**knobs: Any) -> None:
+    """Run the target over conversations and store its hidden states; stage one.
+
+    A line of DATA is {"messages": [...]}, {"prompt": ..., "response": ...} or {"input_ids": ...,
+    "loss_mask": ...}. A run that was stopped goes on when the same command is given again. Under
+    torchrun each rank writes its share of the shards.
+    """
+    config = build(ExtractConfig, knobs)
+    from dflash_offline.metrics import summary_table
+    from dflash_offline.stages.extract import extract as run
+
+    summary_table("extracted", run(config))

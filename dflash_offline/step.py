@@ -1,0 +1,101 @@
+"""One row from the shards to its loss: what training and held-out evaluation share.
+
+Letters: S row positions, M = taps * hidden, A anchor slots, K block size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dflash_offline.anchors import Blocks, eligible_positions, make_blocks, sample_anchors
+from dflash_offline.drafter import Drafter
+from dflash_offline.loss import BlockLoss, block_loss
+from dflash_offline.mask import Mask, attention_mask, block_mask_mod
+from dflash_offline.packing import load_row, load_taps
+from dflash_offline.shards import ShardSet
+from dflash_offline.spec import DrafterSpec
+from dflash_offline.target import FrozenEnds
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """The fixed sizes of a row, and how its slots are weighted."""
+
+    row_tokens: int
+    anchors: int
+    gamma: float
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One row on the device, with its blocks."""
+
+    taps_SM: Tensor
+    document_ids_S: Tensor
+    position_ids_S: Tensor
+    blocks: Blocks
+    weight: float
+    """Sum of the block weights, known before anything has run on the device."""
+
+
+def load_batch(
+    data: ShardSet,
+    documents: Sequence[int],
+    *,
+    spec: DrafterSpec,
+    shape: RowShape,
+    seed: int,
+    device: torch.device,
+) -> Batch:
+    """The row of these documents, its anchors drawn from `seed` alone, whatever rank asks."""
+    row = load_row(data, documents, shape.row_tokens)
+    generator = torch.Generator().manual_seed(seed)
+    blocks = make_blocks(
+        row,
+        sample_anchors(eligible_positions(row), shape.anchors, generator),
+        slots=shape.anchors,
+        block_size=spec.block_size,
+        mask_token_id=spec.mask_token_id,
+        gamma=shape.gamma,
+    )
+    return Batch(
+        taps_SM=load_taps(data, documents, shape.row_tokens, device),
+        document_ids_S=row.document_ids_S.to(device),
+        position_ids_S=row.position_ids_S.to(device),
+        blocks=blocks.to(device),
+        weight=float(blocks.weights_AK.sum()),
+    )
+
+
+def layer_masks(batch: Batch, spec: DrafterSpec) -> dict[str, Mask]:
+    """The attention mask of each kind of layer that the drafter has."""
+    blocks = batch.blocks
+    queries = blocks.input_ids_AK.numel()
+    keys = len(batch.document_ids_S) + queries
+    masks = {}
+    for kind in dict.fromkeys(spec.layer_types):
+        sees = block_mask_mod(
+            blocks.anchors_A,
+            blocks.valid_A,
+            batch.document_ids_S,
+            block_size=spec.block_size,
+            window=spec.sliding_window if kind == "sliding_attention" else None,
+        )
+        masks[kind] = attention_mask(sees, queries, keys, batch.taps_SM.device)
+    return masks
+
+
+def row_loss(drafter: Drafter, ends: FrozenEnds, batch: Batch, scale: float) -> BlockLoss:
+    """Forward pass and loss of one row; `scale` is one over the global sum of weights."""
+    blocks = batch.blocks
+    hidden = drafter(
+        batch.taps_SM[None],
+        F.embedding(blocks.input_ids_AK.flatten(), ends.embedding)[None],
+        context_positions_BS=batch.position_ids_S[None],
+        block_positions_BQ=blocks.position_ids_AK.flatten()[None],
+        masks=layer_masks(batch, drafter.spec),
+    )
+    return block_loss(hidden[0], ends.lm_head, blocks, scale)

@@ -1,0 +1,232 @@
+"""The frozen target: hidden states of its tapped layers, and the two matrices at its ends.
+
+TappedTarget runs the text tower only as deep as the deepest tap: no lm_head, no vision tower, no
+layer above. Forward hooks keep references to the tapped layers' outputs; layers add out of place,
+so nothing is copied. Rows of a batch are padded on the right and no attention mask is given: every
+layer is causal, so padding cannot reach a real token, and attention keeps its fast path. The price
+is that a state may differ by rounding between batches of different length.
+
+FrozenEnds reads embedding and lm_head straight from the safetensors; the target is not loaded.
+
+Letters: B documents of a batch, T tokens (padded), L tapped layers, D hidden, V vocabulary rows.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+from transformers.utils import logging as transformers_logging
+
+from dflash_offline.spec import read_json
+
+# Functions of the hybrid (gated delta rule) targets that transformers binds at import to an
+# installed package, whatever the device: module attribute -> what it computes.
+_HYBRID_FUNCTIONS = {
+    "torch_chunk_gated_delta_rule": "delta rule",
+    "causal_conv1d_fn": "convolution",
+    "torch_recurrent_gated_delta_rule": "",  # decoding only, as the next
+    "causal_conv1d_update": "",
+}
+_KERNEL_PACKAGES = ("fla", "causal_conv1d")
+
+EMBEDDING_KEYS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+LM_HEAD_KEYS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+class TappedTarget:
+    """The target's text tower up to its deepest tap, in eval mode on one device."""
+
+    def __init__(self, tower: nn.Module, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
+        self._tower = tower
+        self._layer_ids = tuple(layer_ids)
+        self._states_BTD: dict[int, Tensor] = {}
+        for i in self._layer_ids:
+            layers[i].register_forward_hook(self._keeper(i))
+        self.device = next(tower.parameters()).device
+        # Triton kernels cannot run on a CPU, although transformers would call them there.
+        self._bypass = self._hybrid_functions() if self.device.type == "cpu" else {}
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        target_layer_ids: Sequence[int],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+    ) -> "TappedTarget":
+        """The target in `folder`, without what lies above the deepest of `target_layer_ids`."""
+        depth = max(target_layer_ids) + 1
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        text.num_hidden_layers = depth
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:depth]
+        with _only_errors():  # the weights left out on purpose would fill a screen
+            tower, loading = AutoModel.from_pretrained(
+                folder,
+                config=text,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        if loading["missing_keys"]:
+            missing = ", ".join(sorted(loading["missing_keys"])[:3])
+            raise ValueError(
+                f"{folder} lacks {len(loading['missing_keys'])} weights of its text tower, "
+                f"{missing} among them; the target's folder is incomplete"
+            )
+        tower = tower.to(device).eval().requires_grad_(False)
+        return cls(tower, _decoder_layers(tower, depth), target_layer_ids)
+
+    @torch.inference_mode()
+    def taps(self, input_ids_BT: Tensor) -> Tensor:
+        """bf16 [B, T, L, D] on the device: the output of each tapped layer, before any norm."""
+        with self._without_kernels():
+            self._tower(input_ids=input_ids_BT.to(self.device), use_cache=False)
+        taps_BTLD = torch.stack([self._states_BTD.pop(i) for i in self._layer_ids], dim=2)
+        return taps_BTLD.to(torch.bfloat16)
+
+    def describe_kernels(self) -> dict[str, str]:
+        """What computes attention, and in a hybrid target the delta rule and convolution."""
+        config: Any = self._tower.config
+        kernels = {"attention": str(config._attn_implementation)}
+        for name, function in self._hybrid_functions().items():
+            if title := _HYBRID_FUNCTIONS[name]:
+                kernels[title] = "torch" if self._bypass else _implementation(function)
+        return kernels
+
+    def slow_path(self) -> str | None:
+        """A warning if a GPU runs a hybrid target's delta rule in plain torch."""
+        if self.device.type == "cpu" or self.describe_kernels().get("delta rule") != "torch":
+            return None
+        return (
+            "warning: this hybrid target runs its delta rule in plain torch, about half as fast "
+            "as it could; pip install 'dflash-offline[gpu]' brings the kernels (fla-core)"
+        )
+
+    def _keeper(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            self._states_BTD[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def _hybrid_functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions of this target's module that transformers wrapped; empty if not hybrid."""
+        module = vars(sys.modules[type(self._tower).__module__])
+        return {n: module[n] for n in _HYBRID_FUNCTIONS if hasattr(module.get(n), "__wrapped__")}
+
+    @contextmanager
+    def _without_kernels(self) -> Iterator[None]:
+        """On a CPU, the plain torch functions stand in for the length of a forward pass."""
+        module = vars(sys.modules[type(self._tower).__module__])
+        module.update({n: vars(f)["__wrapped__"] for n, f in self._bypass.items()})
+        try:
+            yield
+        finally:
+            module.update(self._bypass)
+
+
+def _decoder_layers(tower: nn.Module, depth: int) -> nn.ModuleList:
+    for module in tower.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(f"{type(tower).__name__} has no list of {depth} decoder layers to tap")
+
+
+def _implementation(function: Callable[..., Any]) -> str:
+    """The package that a wrapper of transformers calls: it holds the function in its closure."""
+    for cell in function.__closure__ or ():
+        package = str(getattr(cell.cell_contents, "__module__", "")).split(".")[0]
+        if package in _KERNEL_PACKAGES:
+            return package
+    return "torch"
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenEnds:
+    """What the drafter borrows from the target and never trains."""
+
+    embedding: Tensor
+    """[V, D]"""
+    lm_head: Tensor
+    """[V, D]; the same tensor where the target ties its ends"""
+
+    @classmethod
+    def load(cls, folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> "FrozenEnds":
+        """From the folder's safetensors. ValueError or FileNotFoundError names what is missing."""
+        files = _weight_files(folder)
+        embedding = _read(folder, files, EMBEDDING_KEYS).to(device, dtype)
+        if _is_tied(folder, files):
+            return cls(embedding, embedding)
+        lm_head = _read(folder, files, LM_HEAD_KEYS).to(device, dtype)
+        if lm_head.shape != embedding.shape:
+            raise ValueError(
+                f"{folder}: lm_head is {tuple(lm_head.shape)}, the embedding "
+                f"{tuple(embedding.shape)}; a drafter needs both alike"
+            )
+        return cls(embedding, lm_head)
+
+
+def _is_tied(folder: Path, files: dict[str, Path]) -> bool:
+    """As the config says; if it says nothing, whether a head of its own is missing."""
+    config = read_json(folder / "config.json")
+    for part in (config, config.get("text_config", {})):
+        if "tie_word_embeddings" in part:
+            return bool(part["tie_word_embeddings"])
+    return not any(key in files for key in LM_HEAD_KEYS)
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Weight name -> the safetensors file that holds it, sharded or not."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {key: folder / name for key, name in read_json(index)["weight_map"].items()}
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with _opened(path) as weights:
+            files |= dict.fromkeys(weights.keys(), path)
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no .safetensors file; convert the model first")
+    return files
+
+
+def _read(folder: Path, files: dict[str, Path], names: Sequence[str]) -> Tensor:
+    for name in names:
+        if name in files:
+            with _opened(files[name]) as weights:
+                tensor: Tensor = weights.get_tensor(name)
+                return tensor
+    raise ValueError(f"{folder} has none of the weights {', '.join(names)}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as weights:
+            yield weights
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None

@@ -1,0 +1,297 @@
+"""Stage one: conversations -> hidden-state shards.
+
+Every rank reads the whole corpus and makes the same plan of shards from it; rank r of R writes
+shards r, r + R, r + 2 R, ... and talks to nobody. Only the codec is settled once: rank 0 fits it
+to a seeded sample of the whole corpus, and the others wait for dataset.json. A run that was killed
+goes on with the shards that are missing, on any number of ranks.
+
+Letters: B documents of a batch, T tokens (padded), N tokens, L tapped layers, D hidden.
+"""
+
+import functools
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
+from dflash_offline.config import ExtractConfig
+from dflash_offline.conversations import Corpus, Document, read_documents
+from dflash_offline.metrics import progress, say, write_json
+from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
+from dflash_offline.shards import Dataset, ShardReader, ShardWriter
+from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
+from dflash_offline.target import TappedTarget
+from dflash_offline.world import World, current_world
+
+LOSS_MASK_RULE = "after the generation prompt, through the end-of-turn token if produced"
+
+_WAIT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is to be extracted; the same on every rank but for `world`."""
+
+    config: ExtractConfig
+    world: World
+    spec: TargetSpec
+    layer_ids: tuple[int, ...]
+    max_length: int
+    corpus: Corpus
+    plan: Plan
+
+    @property
+    def own_shards(self) -> list[str]:
+        return list(self.plan)[self.world.rank :: self.world.size]
+
+    @functools.cached_property
+    def target(self) -> TappedTarget:
+        """Loaded when it is first asked for: a rerun with nothing left to do needs none."""
+        return load_target(self)
+
+
+def extract(config: ExtractConfig) -> dict[str, Any]:
+    """Write those of this rank's shards that are missing; return the summary of all its shards."""
+    started = time.monotonic()
+    setup = prepare(config)
+    dataset = open_dataset(setup)
+    missing = resume(setup, dataset)
+    if missing:
+        write_shards(setup, dataset, missing)
+    return summarize(setup, dataset, missing, time.monotonic() - started)
+
+
+def prepare(config: ExtractConfig) -> Setup:
+    """Read the target's facts and the corpus, and plan. What a user can get wrong fails here."""
+    world = current_world(config.device)
+    spec = TargetSpec.read(config.target)
+    layer_ids = spec.check_layer_ids(config.target_layer_ids or default_layer_ids(spec.num_layers))
+    max_length = min(config.max_length, spec.max_position_embeddings)
+    size = sum(path.stat().st_size for path in config.data if path.is_file())
+    with progress("reading conversations", total=size, unit="B") as bar:
+        corpus = read_documents(
+            config.data,
+            target=config.target,
+            spec=spec,
+            max_length=max_length,
+            trust_remote_code=config.trust_remote_code,
+            on_bytes=bar.advance,
+        )
+    plan = plan_shards(corpus.documents, config.shard_tokens)
+    say(
+        f"{spec.name}: layers {list(layer_ids)} of {spec.num_layers}; {len(corpus.documents):,} "
+        f"documents of at most {max_length:,} tokens, {corpus.tokens:,} in all, in {len(plan):,} "
+        f"shards; rank {world.rank} of {world.size}"
+    )
+    return Setup(config, world, spec, layer_ids, max_length, corpus, plan)
+
+
+def load_target(setup: Setup) -> TappedTarget:
+    config = setup.config
+    target = TappedTarget.load(
+        config.target,
+        target_layer_ids=setup.layer_ids,
+        device=setup.world.device,
+        dtype=getattr(torch, config.dtype),
+        trust_remote_code=config.trust_remote_code,
+    )
+    kernels = ", ".join(f"{name}: {by}" for name, by in target.describe_kernels().items())
+    say(f"target runs on {setup.world.device} in {config.dtype}; {kernels}")
+    if warning := target.slow_path():
+        say(warning)
+    return target
+
+
+def open_dataset(setup: Setup) -> Dataset:
+    """The data set to write into; if there is none, rank 0 makes it, with a fitted codec."""
+    path, contract = setup.config.output, make_contract(setup)
+    if not setup.world.is_first:
+        wait_for_first_rank(path)
+        return Dataset.open(path, contract=contract)
+    dataset = Dataset.create_or_resume(
+        path,
+        contract=contract,
+        make_codec=lambda: fit_codec(setup),
+        provenance=_provenance(setup),
+    )
+    # Beside the data set: the store holds nothing that its checksums do not cover.
+    resolved = {**asdict(setup.config), "target_layer_ids": setup.layer_ids}
+    write_json(path.resolve().with_name(f"{path.resolve().name}.extract.json"), resolved)
+    return dataset
+
+
+def make_contract(setup: Setup) -> dict[str, Any]:
+    """All that gives the stored content its meaning: a rerun must agree in every word."""
+    config, corpus = setup.config, setup.corpus
+    calibration = {"tokens": config.calibration_tokens, "seed": config.seed}
+    return {
+        "target": setup.spec.to_dict(),
+        "target_layer_ids": list(setup.layer_ids),
+        "layer_convention": LAYER_CONVENTION,
+        "dtype": config.dtype,
+        "loss_mask_rule": LOSS_MASK_RULE,
+        "max_length": setup.max_length,
+        "codec": config.codec,
+        "codec_calibration": calibration if needs_calibration(config.codec) else None,
+        "data_sha256": list(corpus.sha256.values()),
+        "documents": len(corpus.documents),
+        "tokens": corpus.tokens,
+        "shard_tokens": config.shard_tokens,
+    }
+
+
+def _provenance(setup: Setup) -> dict[str, Any]:
+    packages = ("dflash-offline", "torch", "transformers", "zarr")
+    return {
+        "versions": {name: version(name) for name in packages},
+        "python": platform.python_version(),
+        "device": setup.world.device.type,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def wait_for_first_rank(path: Path) -> None:
+    """Until rank 0 has made the data set. ValueError if it takes half an hour."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    with progress("waiting for rank 0 to fit the codec", total=None, unit="s") as bar:
+        while not Dataset.exists(path):
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"rank 0 made no {path / 'dataset.json'} in {_WAIT_SECONDS:.0f} s; its own "
+                    "output says why"
+                )
+            time.sleep(1.0)
+            bar.advance(1.0)
+
+
+def fit_codec(setup: Setup) -> Codec:
+    """The codec, calibrated if it needs to be on documents drawn from the whole corpus."""
+    config = setup.config
+    layers, width = len(setup.layer_ids), setup.spec.hidden_size
+    if not needs_calibration(config.codec):
+        return make_codec(config.codec, layers=layers, width=width)
+    sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
+    parts: list[Tensor] = []
+    with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
+        for batch in cut_batches(sample, config.batch_tokens):
+            taps_NLD = run_target(setup.target, batch)
+            parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)].cpu())
+            bar.advance(sum(map(len, batch)))
+    calibration_NLD = torch.cat(parts)
+    if not len(calibration_NLD):
+        raise ValueError(_all_broken(len(sample)))
+    return make_codec(config.codec, layers=layers, width=width, calibration=calibration_NLD)
+
+
+def _all_broken(documents: int) -> str:
+    return (
+        f"all of {documents:,} documents have hidden states that are inf, NaN or zero; check the "
+        "target's weights, or run it in another precision (--dtype float32)"
+    )
+
+
+def run_target(target: TappedTarget, batch: Sequence[Document]) -> Tensor:
+    """bf16 [N, L, D] on the target's device: the states of all tokens of the batch in order."""
+    ids_BT = pad_sequence([document.input_ids for document in batch], batch_first=True)
+    taps_BTLD = target.taps(ids_BT)
+    return torch.cat([taps_BTLD[i, : len(document)] for i, document in enumerate(batch)])
+
+
+def resume(setup: Setup, dataset: Dataset) -> list[str]:
+    """This rank's shards that are still to be written; says what an earlier run left."""
+    own = setup.own_shards
+    found = dataset.resume(own, rank=setup.world.rank, size=setup.world.size)
+    if len(found.missing) < len(own):
+        say(f"{len(own) - len(found.missing):,} of {len(own):,} shards are there already")
+    if found.adopted or found.removed:
+        say(f"of a run that was killed: {found.adopted} shards kept, {found.removed} removed")
+    if not found.missing:
+        say("nothing left to extract")
+    return found.missing
+
+
+def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> None:
+    """Run the target over the shards' documents, encode on its device, write and commit."""
+    target, codec = setup.target, dataset.codec.to(setup.world.device)
+    tokens = sum(len(document) for name in names for document in setup.plan[name])
+    with progress("extracting", total=tokens, unit="tok") as bar:
+        for name in names:
+            with ShardWriter(dataset, name, rank=setup.world.rank) as writer:
+                for batch in cut_batches(setup.plan[name], setup.config.batch_tokens):
+                    planes, facts_NL4 = encode(codec, run_target(target, batch))
+                    documents, planes, facts_NL4 = keep_sound(batch, planes, facts_NL4)
+                    if documents:
+                        writer.append(documents, planes, facts_NL4)
+                    bar.advance(sum(map(len, batch)))
+                writer.commit()
+
+
+def encode(codec: Codec, taps_NLD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Planes on the CPU, and the facts of `measure` about what they will decode to."""
+    planes = codec.encode(taps_NLD)
+    facts_NL4 = measure(taps_NLD, codec.decode(planes))
+    return {name: plane.cpu() for name, plane in planes.items()}, facts_NL4.cpu()
+
+
+def keep_sound(
+    batch: Sequence[Document], planes: dict[str, Tensor], facts_NL4: Tensor
+) -> tuple[Sequence[Document], dict[str, Tensor], Tensor]:
+    """The batch without documents that have a state that is inf, NaN or zero throughout."""
+    largest_NL = facts_NL4[..., 2]
+    sound_N = (facts_NL4.isfinite().all(-1) & (largest_NL > 0)).all(-1)
+    if sound_N.all():
+        return batch, planes, facts_NL4
+    kept: list[Document] = []
+    keep_N = torch.zeros_like(sound_N)
+    start = 0
+    for document in batch:
+        own = slice(start, start := start + len(document))
+        if sound_N[own].all():
+            kept.append(document)
+            keep_N[own] = True
+        else:
+            bad = int((~sound_N[own]).sum())
+            say(f"warning: document {document.index} left out: broken states of {bad} tokens")
+    return kept, {name: plane[keep_N] for name, plane in planes.items()}, facts_NL4[keep_N]
+
+
+def summarize(
+    setup: Setup, dataset: Dataset, written: Sequence[str], seconds: float
+) -> dict[str, Any]:
+    """What stands on the disk of this rank's shards, and what became of the conversations."""
+    records = dataset.committed()
+    own = [records[name] for name in setup.own_shards]
+    readers = [ShardReader(dataset, record) for record in own]
+    documents, tokens = sum(r.documents for r in own), sum(r.tokens for r in own)
+    planned = sum(len(setup.plan[r.name]) for r in own)
+    if planned and not documents:
+        raise ValueError(_all_broken(planned))
+    size = sum(facts["bytes"] for reader in readers for facts in reader.files.values())
+    bf16_size = tokens * len(setup.layer_ids) * setup.spec.hidden_size * 2
+    errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.attributes["taps"]]
+    counts = asdict(setup.corpus.counts)
+    dropped = counts.pop("dropped")
+    return {
+        **counts,
+        **{f"dropped ({reason})": count for reason, count in dropped.items()},
+        "documents": documents,
+        "broken_documents": planned - documents,
+        "tokens": tokens,
+        "supervised_tokens": sum(r.supervised for r in own),
+        "shards": len(own),
+        "shards_written_now": len(written),
+        "bytes_per_token": size / max(tokens, 1),
+        "ratio_to_bf16": bf16_size / max(size, 1),
+        "relative_error_p99": max(errors, default=0.0),
+        "tokens_per_second": sum(r.tokens for r in own if r.name in written) / seconds,
+        "seconds": seconds,
+        "written to": str(setup.config.output),
+    }

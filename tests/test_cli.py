@@ -1,0 +1,175 @@
+"""What a user sees: help at once, one sentence for a mistake, exit code 2 for usage and 1 else."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from stores import make_store, random_documents
+
+from dflash_offline.cli.main import COMMANDS, main
+
+PROGRAM = Path(sys.executable).parent / "dflash-offline"
+CHAT = {"messages": [{"role": "user", "content": "how many"},
+                     {"role": "assistant", "content": "the answer is three"}]}  # fmt: skip
+
+
+def outcome(args, capsys):
+    """Exit code, stdout and stderr of a command line."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in args])
+    seen = capsys.readouterr()
+    assert "Traceback" not in seen.err
+    return ended.value.code, seen.out, seen.err
+
+
+def data_file(folder, *lines):
+    path = folder / "data.jsonl"
+    path.write_text("".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines))
+    return path
+
+
+def extract_args(target, data, folder, *more):
+    return ["extract", "--target", target, "--data", data, "--output", folder / "out",
+            "--device", "cpu", *more]  # fmt: skip
+
+
+def test_help_answers_at_once_and_names_every_command():
+    subprocess.run([PROGRAM, "--help"], capture_output=True, check=True)  # fills the disk cache
+    took = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = subprocess.run([PROGRAM, "--help"], capture_output=True, text=True, check=True)
+        took.append(time.monotonic() - started)
+    assert all(name in done.stdout for name in COMMANDS)
+    loaded = subprocess.run(
+        [sys.executable, "-X", "importtime", PROGRAM, "--help"],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    assert "torch" not in loaded
+    print(f"--help took {min(took):.2f} s")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    code, out, _ = outcome([command, "--help"], capsys)
+    assert code == 0
+    assert "Usage: dflash-offline " + command in out
+
+
+def test_unknown_command_and_missing_option_are_usage_errors(capsys):
+    assert outcome(["fly"], capsys)[0] == 2
+    code, _, err = outcome(["train", "--shards", "x"], capsys)
+    assert code == 2
+    assert "--eval-shards" in err
+
+
+def test_values_out_of_range_are_usage_errors_that_name_the_option(capsys):
+    base = ["train", "--shards", "a", "--eval-shards", "b", "--target", "c", "--output", "d"]
+    for more, words in [
+        (["--block-size", "1"], "--block-size is 1; it must be at least 2"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--heads", "6", "--kv-heads", "4"], "--heads 6 is no multiple of --kv-heads 4"),
+        (["--optimizer", "sgd"], "sgd"),
+    ]:
+        code, _, err = outcome(base + more, capsys)
+        assert (code, words in err) == (2, True), err
+
+
+def test_a_wrong_path_is_one_sentence(tiny_llama, tmp_path, capsys):
+    data = data_file(tmp_path, CHAT)
+    code, _, err = outcome(extract_args(tmp_path / "nowhere", data, tmp_path), capsys)
+    assert code == 1
+    assert f"target folder {tmp_path / 'nowhere'} does not exist" in err
+    code, _, err = outcome(extract_args(tiny_llama, tmp_path / "no.jsonl", tmp_path), capsys)
+    assert code == 1
+    assert "no.jsonl does not exist" in err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "is empty"),
+        ([CHAT, "{oops\n"], "line 2: not JSON"),
+        ([CHAT, CHAT, {"messages": CHAT["messages"][:1]}], "line 3: has no assistant turn"),
+        ([{"text": "x"}], "line 1: has the keys ['text']"),
+        ([{"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}], "no document is left"),
+        ([{"input_ids": [5, 9999], "loss_mask": [0, 1]}], "line 1: input_ids holds 9999"),
+    ],
+)
+def test_bad_data_is_one_sentence_that_names_the_line(lines, words, tiny_llama, tmp_path, capsys):
+    data = data_file(tmp_path, *lines)
+    code, _, err = outcome(extract_args(tiny_llama, data, tmp_path), capsys)
+    assert code == 1
+    assert words in err
+    assert not (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_taps_out_of_range_are_one_sentence(tiny_llama, tmp_path, capsys):
+    data = data_file(tmp_path, CHAT)
+    more = ["--target-layer-ids", "1,8"]
+    code, _, err = outcome(extract_args(tiny_llama, data, tmp_path, *more), capsys)
+    assert code == 1
+    assert "--target-layer-ids [1, 8]" in err
+    assert "layers 0 to 7" in err
+    more = ["--target-layer-ids", "one"]
+    assert outcome(extract_args(tiny_llama, data, tmp_path, *more), capsys)[0] == 2
+
+
+def test_several_files_after_one_option(tiny_llama, tmp_path, capsys):
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        files.append(data_file(tmp_path / name, CHAT))
+    args = ["extract", "--data", *files, "--target", tiny_llama, "--output", tmp_path / "out",
+            "--device", "cpu", "--codec", "raw"]  # fmt: skip
+    code, out, err = outcome(args, capsys)
+    assert code == 0, err
+    assert "documents" in out
+    found = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert found["contract"]["documents"] == 2
+
+
+def test_a_whole_small_run_through_the_commands(tiny_llama, tmp_path, capsys):
+    store = make_store(tmp_path / "store", tiny_llama, random_documents(8))
+    run = tmp_path / "run"
+    train = ["train", "--shards", store, "--eval-shards", store, "--target", tiny_llama,
+             "--output", run, "--mask-token-id", 3, "--heads", 2, "--kv-heads", 1, "--head-dim",
+             16, "--layers", 1, "--block-size", 4, "--row-tokens", 64, "--anchors", 8,
+             "--rows-per-step", 1, "--steps", 2, "--device", "cpu"]  # fmt: skip
+    code, out, err = outcome(train, capsys)
+    assert code == 0, err
+    assert "heldout streak" in out
+    report = tmp_path / "evaluation.json"
+    evaluate = ["evaluate", "--drafter", run / "drafter", "--target", tiny_llama, "--shards",
+                store, "--output", report, "--device", "cpu"]  # fmt: skip
+    code, out, err = outcome(evaluate, capsys)
+    assert code == 0, err
+    assert "acceptance_length" in out
+    found = json.loads(report.read_text())
+    assert set(found) >= {"acceptance_length", "acceptance_length_pooled", "heldout_tokens",
+                          "ngram_acceptance_length", "ngram_acceptance_length_pooled",
+                          "block_size", "slots", "documents"}  # fmt: skip
+
+    code, out, err = outcome(["inspect-shard", store, "--json"], capsys)
+    assert code == 0, err
+    json.loads(out)
+    code, _, err = outcome(["inspect-shard", tmp_path / "nothing"], capsys)
+    assert code in (1, 2)
+    assert "nothing" in err
+
+
+def test_evaluate_refuses_what_does_not_belong_together(tiny_llama, tmp_path, capsys):
+    store = make_store(tmp_path / "store", tiny_llama, random_documents(2))
+    args = ["evaluate", "--drafter", tmp_path / "none", "--target", tiny_llama, "--shards", store,
+            "--output", tmp_path / "e.json", "--device", "cpu"]  # fmt: skip
+    code, _, err = outcome(args, capsys)
+    assert code == 1
+    assert "config.json does not exist" in err
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{}")
+    code, _, err = outcome(args, capsys)
+    assert code == 1
+    assert "lacks the key" in err

@@ -1,0 +1,360 @@
+"""Loss masks against tables written by hand, and every way a line can be wrong."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from tiny_target import TEMPLATES, build_tokenizer
+from transformers import AutoTokenizer
+
+from dflash_offline.conversations import read_documents
+from dflash_offline.spec import TargetSpec
+
+# A table is one string: tokens apart by spaces, `_` a leading space, `/` a newline, `//` the
+# empty line that is one token; a trailing `*` marks a token the target produced.
+SPELLING = {"_": "\u0120", "/": "\u010a"}
+
+
+def table(tokenizer, text):
+    """Ids and mask of a hand-written table, by a look-up in the vocabulary alone."""
+    cells = [(cell.removesuffix("*"), cell.endswith("*")) for cell in text.split()]
+    pieces = []
+    for cell, _ in cells:
+        is_marker = cell.startswith("<")
+        pieces.append(cell if is_marker else "".join(SPELLING.get(c, c) for c in cell))
+    vocab = tokenizer.get_vocab()
+    return [vocab[piece] for piece in pieces], [mask for _, mask in cells]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(path, target, *, max_length=4096):
+    spec = TargetSpec.read(target)
+    return read_documents([path], target=target, spec=spec, max_length=max_length)
+
+
+def read_chats(tmp_path, target, *chats, **how):
+    records = [chat if isinstance(chat, dict) else {"messages": chat} for chat in chats]
+    return read(write(tmp_path / "data.jsonl", records), target, **how)
+
+
+def assert_documents(corpus, target, *tables):
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    found = [(d.input_ids.tolist(), d.loss_mask.tolist()) for d in corpus.documents]
+    assert found == [table(tokenizer, text) for text in tables]
+
+
+def copy_with_template(target, folder, template):
+    copy = shutil.copytree(target, folder / "target")
+    (copy / "chat_template.jinja").unlink()
+    tokenizer = build_tokenizer(TEMPLATES["llama"])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(copy)
+    return copy
+
+
+ONE_TURN = (
+    "<|im_start|> user / how _many <|im_end|> / <|im_start|> assistant / three* _four* <|im_end|>*"
+)
+
+
+def test_single_turn_supervises_answer_and_its_end_token(tmp_path, tiny_llama):
+    corpus = read_chats(tmp_path, tiny_llama, [user("how many"), assistant("three four")])
+    assert_documents(corpus, tiny_llama, ONE_TURN)
+    assert corpus.documents[0].input_ids.dtype == torch.int32
+    assert corpus.documents[0].loss_mask.dtype == torch.bool
+
+
+def test_prompt_and_response_are_a_chat_of_two_messages(tmp_path, tiny_llama):
+    corpus = read_chats(tmp_path, tiny_llama, {"prompt": "how many", "response": "three four"})
+    assert_documents(corpus, tiny_llama, ONE_TURN)
+
+
+def test_stable_template_keeps_all_turns_in_one_document(tmp_path, tiny_llama):
+    system = {"role": "system", "content": "count"}
+    chat = [system, user("how"), assistant("one two"), user("then"), assistant("yes"), user("so")]
+    corpus = read_chats(tmp_path, tiny_llama, chat)
+    assert_documents(
+        corpus,
+        tiny_llama,
+        "<|im_start|> system / count <|im_end|> / <|im_start|> user / how <|im_end|> / "
+        "<|im_start|> assistant / one* _two* <|im_end|>* / "
+        "<|im_start|> user / then <|im_end|> / <|im_start|> assistant / yes* <|im_end|>*",
+    )
+    assert corpus.counts.split_conversations == 0
+    assert (corpus.counts.thinking_turns, corpus.counts.plain_turns) == (0, 0)
+
+
+def test_answer_cut_by_length_keeps_its_end_token_unsupervised(tmp_path, tiny_llama):
+    chat = [user("how"), assistant("one two", finish_reason="length")]
+    corpus = read_chats(tmp_path, tiny_llama, chat)
+    assert_documents(
+        corpus,
+        tiny_llama,
+        "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / one* _two* <|im_end|>",
+    )
+    assert corpus.counts.cut_answers == 1
+
+
+@pytest.mark.parametrize("has_text", [True, False])
+def test_token_ids_stand_verbatim_after_the_prompt(tmp_path, tiny_llama, has_text):
+    # "o" "n" "e" apart: the target may well produce what text would not tokenise to.
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    ids, _ = table(tokenizer, "o n e <|im_end|>")
+    text = "one" if has_text else ""
+    corpus = read_chats(tmp_path, tiny_llama, [user("how"), assistant(text, token_ids=ids)])
+    prompt = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    assert_documents(corpus, tiny_llama, prompt + "o* n* e* <|im_end|>*")
+
+
+def test_cut_token_ids_are_all_supervised(tmp_path, tiny_llama):
+    ids, _ = table(AutoTokenizer.from_pretrained(tiny_llama), "one _two")
+    chat = [user("how"), assistant("one two", token_ids=ids, finish_reason="length")]
+    prompt = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    assert_documents(read_chats(tmp_path, tiny_llama, chat), tiny_llama, prompt + "one* _two*")
+
+
+THINK = [user("how"), assistant("yes", reasoning_content="two")]
+PLAIN = [user("how"), assistant("yes")]
+
+
+def test_reasoning_that_the_prompt_opens_is_supervised_after_it(tmp_path, tiny_qwen35):
+    corpus = read_chats(tmp_path, tiny_qwen35, THINK, PLAIN)
+    prompt = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    assert_documents(
+        corpus,
+        tiny_qwen35,
+        prompt + "<think> / two* /* </think>* //* yes* <|im_end|>*",
+        prompt + "<think> // </think> // yes* <|im_end|>*",
+    )
+    assert (corpus.counts.thinking_turns, corpus.counts.plain_turns) == (1, 1)
+
+
+def test_reasoning_that_the_target_opens_is_supervised_whole(tmp_path, tiny_qwen3):
+    corpus = read_chats(tmp_path, tiny_qwen3, THINK, PLAIN)
+    prompt = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    assert_documents(
+        corpus,
+        tiny_qwen3,
+        prompt + "<think>* /* two* /* </think>* //* yes* <|im_end|>*",
+        prompt + "<think> // </think> // yes* <|im_end|>*",
+    )
+    assert (corpus.counts.thinking_turns, corpus.counts.plain_turns) == (1, 1)
+
+
+def test_template_that_drops_old_reasoning_gives_a_document_per_turn(tmp_path, tiny_qwen35):
+    chat = [*THINK, user("then"), assistant("no", reasoning_content="one")]
+    corpus = read_chats(tmp_path, tiny_qwen35, chat, PLAIN)
+    first = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    assert_documents(
+        corpus,
+        tiny_qwen35,
+        first + "<think> / two* /* </think>* //* yes* <|im_end|>*",
+        first + "yes <|im_end|> / <|im_start|> user / then <|im_end|> / <|im_start|> assistant / "
+        "<think> / one* /* </think>* //* no* <|im_end|>*",
+        first + "<think> // </think> // yes* <|im_end|>*",
+    )
+    assert [d.index for d in corpus.documents] == [0, 1, 2]
+    assert corpus.counts.conversations == 2
+    assert corpus.counts.split_conversations == 1
+
+
+def test_turns_after_one_user_turn_stay_together_in_a_thinking_template(tmp_path, tiny_qwen35):
+    tool = {"role": "tool", "content": "four"}
+    chat = [user("how"), assistant("one", reasoning_content="so"), tool, assistant("yes")]
+    corpus = read_chats(tmp_path, tiny_qwen35, chat)
+    assert_documents(
+        corpus,
+        tiny_qwen35,
+        "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+        "<think> / so* /* </think>* //* one* <|im_end|>* / <|im_start|> tool / four <|im_end|> / "
+        "<|im_start|> assistant / <think> // </think> // yes* <|im_end|>*",
+    )
+
+
+def test_mask_equals_generation_markers_but_for_the_given_think_tag(tmp_path, tiny_qwen35):
+    """The template's own markers count the given `<think>` and newline; the target does not."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen35)
+    marked = tokenizer.apply_chat_template(
+        THINK, return_dict=True, return_assistant_tokens_mask=True
+    )
+    expected = torch.tensor(marked["assistant_masks"], dtype=torch.bool)
+    start = int(expected.int().argmax())
+    expected[start : start + 2] = False
+    (document,) = read_chats(tmp_path, tiny_qwen35, THINK).documents
+    length = len(document)
+    assert document.input_ids.tolist() == marked["input_ids"][:length]
+    assert torch.equal(document.loss_mask, expected[:length])
+    assert not expected[length:].any()
+
+
+def test_a_word_in_the_answer_that_ends_turns_ends_the_span(tmp_path, tiny_llama):
+    chat = [user("how"), assistant("one two<|im_end|>three")]
+    prompt = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    corpus = read_chats(tmp_path, tiny_llama, chat)
+    assert_documents(corpus, tiny_llama, prompt + "one* _two* <|im_end|>*")
+
+
+def test_pre_tokenised_lines_pass_through(tmp_path, tiny_llama):
+    record = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, True, 0]}
+    (document,) = read_chats(tmp_path, tiny_llama, record).documents
+    assert document.input_ids.tolist() == [5, 6, 7, 8]
+    assert document.loss_mask.tolist() == [False, True, True, False]
+
+
+def test_pre_tokenised_lines_need_no_tokenizer(tmp_path, tiny_llama):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_llama / name, tmp_path)
+    corpus = read_chats(tmp_path, tmp_path, {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]})
+    assert len(corpus.documents) == 1
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        read_chats(tmp_path, tmp_path, PLAIN)
+
+
+def test_long_documents_are_cut_and_counted(tmp_path, tiny_llama):
+    full = {"input_ids": list(range(9)), "loss_mask": [0, 0, 0, 1, 1, 1, 1, 1, 1]}
+    late = {"input_ids": list(range(9)), "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1, 1]}
+    never = {"input_ids": list(range(9)), "loss_mask": [1, 0, 1, 0, 1, 0, 0, 0, 0]}
+    corpus = read_chats(tmp_path, tiny_llama, full, late, never, max_length=5)
+    (document,) = corpus.documents
+    assert document.input_ids.tolist() == [0, 1, 2, 3, 4]
+    assert corpus.counts.truncated == 1
+    assert dict(corpus.counts.dropped) == {
+        "cut by --max-length before the answer": 1,
+        "no two neighbouring tokens of the target": 1,
+    }
+
+
+def test_document_numbers_count_the_dropped_ones(tmp_path, tiny_llama):
+    good = {"input_ids": [1, 2], "loss_mask": [1, 1]}
+    bad = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    corpus = read_chats(tmp_path, tiny_llama, good, bad, good)
+    assert [d.index for d in corpus.documents] == [0, 2]
+
+
+def test_files_are_read_in_order_and_hashed(tmp_path, tiny_llama):
+    one = write(tmp_path / "one.jsonl", [{"input_ids": [1, 2], "loss_mask": [1, 1]}])
+    two = write(tmp_path / "two.jsonl", [{"input_ids": [3, 4], "loss_mask": [1, 1]}])
+    seen = []
+    corpus = read_documents(
+        [two, one],
+        target=tiny_llama,
+        spec=TargetSpec.read(tiny_llama),
+        max_length=9,
+        on_bytes=seen.append,
+    )
+    assert [d.input_ids.tolist() for d in corpus.documents] == [[3, 4], [1, 2]]
+    assert corpus.sha256 == {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in (two, one)
+    }
+    assert sum(seen) == one.stat().st_size + two.stat().st_size
+
+
+def test_prompt_that_is_no_token_prefix_drops_the_turn_and_counts_it(tmp_path, tiny_llama):
+    # The newline of the prompt and that of the answer become one token.
+    chat = [user("how"), assistant("\nyes"), user("then"), assistant("no so")]
+    corpus = read_chats(tmp_path, tiny_llama, chat)
+    assert_documents(
+        corpus,
+        tiny_llama,
+        "<|im_start|> user / how <|im_end|> / <|im_start|> assistant // yes <|im_end|> / "
+        "<|im_start|> user / then <|im_end|> / <|im_start|> assistant / no* _so* <|im_end|>*",
+    )
+    assert dict(corpus.counts.dropped) == {
+        "generation prompt is no prefix of the rendered turn": 1
+    }
+
+
+GOOD = '{"prompt": "how", "response": "one two"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("\xff", "not UTF-8"),
+        ("[1]", "a list, not a JSON object"),
+        ('{"text": "x"}', r"has the keys \['text'\]"),
+        ('{"messages": []}', "a list that is not empty"),
+        ('{"messages": "how"}', "a list that is not empty"),
+        ('{"messages": ["how"]}', "message 1 is a str"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "message 1 has role 'robot'"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "message 1: content must be text"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "begins with an assistant turn"),
+        ('{"prompt": "how", "response": null}', "message 2: content must be text"),
+        ('{"prompt": "how", "response": "\\ud800"}', "chat template refuses"),
+        ('{"prompt": "how", "response": "", "token_ids": [1]}', "none of the end tokens"),
+        ('{"prompt": "how", "response": "", "token_ids": [512]}', "512; the target has ids 0 to"),
+        ('{"prompt": "how", "response": "", "token_ids": "one"}', "token_ids is a str"),
+        ('{"input_ids": [1, -1], "loss_mask": [1, 1]}', "input_ids holds -1"),
+        ('{"input_ids": [1, 512], "loss_mask": [1, 1]}', "input_ids holds 512"),
+        ('{"input_ids": [1, true], "loss_mask": [1, 1]}', "input_ids holds True"),
+        ('{"input_ids": [1, 2.0], "loss_mask": [1, 1]}', "input_ids holds 2.0"),
+        ('{"input_ids": 7, "loss_mask": [1, 1]}', "input_ids is a int"),
+        ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "a list of 0 and 1"),
+        ('{"input_ids": [1, 2], "loss_mask": [1]}', "2 input_ids, but 1 values"),
+    ],
+)
+def test_malformed_line_is_named_by_file_and_number(tmp_path, tiny_llama, line, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(f"{GOOD}\n\n{line}\n{GOOD}\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=message) as caught:
+        read(path, tiny_llama)
+    assert str(caught.value).startswith(f"{path} line 3: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_template_error_is_named_by_line(tmp_path, tiny_qwen35):
+    system = {"role": "system", "content": "count"}
+    with pytest.raises(ValueError, match=r"line 2: the chat template refuses .* No user query"):
+        read_chats(tmp_path, tiny_qwen35, PLAIN, [system, assistant("one")])
+
+
+def test_template_without_the_targets_end_token_is_an_error(tmp_path, tiny_llama):
+    template = TEMPLATES["llama"].replace("<|im_end|>", "<tool_call>")
+    target = copy_with_template(tiny_llama, tmp_path, template)
+    with pytest.raises(ValueError, match=r"line 1: .* generation_config.json"):
+        read_chats(tmp_path, target, PLAIN)
+
+
+def test_empty_and_missing_files_are_named(tmp_path, tiny_llama):
+    empty = write(tmp_path / "empty.jsonl", [])
+    with pytest.raises(ValueError, match=r"empty\.jsonl is empty"):
+        read(empty, tiny_llama)
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl does not exist"):
+        read(tmp_path / "missing.jsonl", tiny_llama)
+
+
+def test_no_document_left_is_an_error_that_says_why(tmp_path, tiny_llama):
+    record = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}
+    with pytest.raises(ValueError, match=r"no document is left .no two neighbouring .*: 2"):
+        read_chats(tmp_path, tiny_llama, record, record)
+
+
+def test_tools_of_a_line_reach_the_template(tmp_path, tiny_llama):
+    template = "{%- if tools -%}{{- tools[0].function.name -}}{%- endif -%}" + TEMPLATES["llama"]
+    target = copy_with_template(tiny_llama, tmp_path, template)
+    tools = [{"type": "function", "function": {"name": "list"}}]
+    corpus = read_chats(tmp_path, target, {"messages": PLAIN, "tools": tools})
+    prompt = "list <|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
+    assert_documents(corpus, target, prompt + "yes* <|im_end|>*")
+
+
+def test_target_without_chat_template_is_an_error(tmp_path, tiny_llama):
+    target = copy_with_template(tiny_llama, tmp_path, None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        read_chats(tmp_path, target, PLAIN)

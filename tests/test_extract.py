@@ -1,0 +1,429 @@
+"""Stage one end to end on tiny targets: what is stored where, resumption, ranks, refusals."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_target import WORDS, build_tiny_target, reference_states
+from torch import nn
+
+from dflash_offline.cli.extract import extract as command
+from dflash_offline.config import ExtractConfig
+from dflash_offline.conversations import Document
+from dflash_offline.planning import cut_batches, draw_sample, plan_shards
+from dflash_offline.shards import ShardSet
+from dflash_offline.stages import extract as stage
+from dflash_offline.stages.extract import extract
+
+LENGTHS = (7, 30, 129, 12, 64, 5, 33)
+
+
+def write_rows(path, lengths=LENGTHS, seed=0):
+    """Pre-tokenised lines: random ids, a prompt of two tokens, then the target's."""
+    rng = random.Random(seed)
+    rows = [
+        {"input_ids": rng.choices(range(400), k=n), "loss_mask": [0, 0] + [1] * (n - 2)}
+        for n in lengths
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def write_chats(path, count=11):
+    rng = random.Random(1)
+    text = [" ".join(rng.choices(WORDS, k=rng.randint(3, 40))) for _ in range(2 * count)]
+    chats = [{"prompt": q, "response": a} for q, a in zip(text[::2], text[1::2], strict=True)]
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+def config(target, data, output, **knobs):
+    settings = {"target": target, "data": (data,), "output": output, "device": "cpu", **knobs}
+    return ExtractConfig(**settings)
+
+
+def documents_of(output):
+    """Number of the document -> ids, loss mask and hidden states, as read back."""
+    shards = ShardSet([output])
+    return {
+        shards.document_index(i): (*shards.tokens(i), shards.taps(i)) for i in range(len(shards))
+    }
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for index, parts in expected.items():
+        assert all(map(torch.equal, found[index], parts))
+
+
+class IdentityTarget:
+    """Hidden state of position t is t + layer / 8, exact in bf16 for t below 32."""
+
+    def __init__(self, layer_ids, width):
+        self.offsets_L1 = torch.tensor(layer_ids)[:, None] / 8
+        self.width = width
+
+    def taps(self, ids_BT):
+        positions_T11 = torch.arange(ids_BT.shape[1])[:, None, None]
+        taps_TLD = (positions_T11 + self.offsets_L1).expand(-1, -1, self.width)
+        return taps_TLD.expand(ids_BT.shape[0], -1, -1, -1).bfloat16()
+
+
+def test_token_state_and_mask_share_one_index(tmp_path, tiny_llama, monkeypatch):
+    """Identity probe: h[t] = t goes through batching, encoding, shards and back."""
+    monkeypatch.setattr(stage, "load_target", lambda setup: IdentityTarget((1, 3), 64))
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    lengths = (7, 30, 19, 12, 5, 23, 2, 31)
+    rows = write_rows(data, lengths)
+    rows[6]["loss_mask"] = [1, 1]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    knobs = {"codec": "raw", "target_layer_ids": (1, 3), "shard_tokens": 50, "batch_tokens": 61}
+    summary = extract(config(tiny_llama, data, output, **knobs))
+    assert summary["shards"] > 2
+    found = documents_of(output)
+    assert list(sorted(found)) == list(range(len(lengths)))
+    for index, row in enumerate(rows):
+        ids, mask, taps_TLD = found[index]
+        assert ids.tolist() == row["input_ids"]
+        assert mask.tolist() == [bool(value) for value in row["loss_mask"]]
+        assert taps_TLD.shape == (len(ids), 2, 64)
+        for t in range(len(ids)):
+            assert taps_TLD[t, 0].unique().tolist() == [t + 1 / 8]
+            assert taps_TLD[t, 1].unique().tolist() == [t + 3 / 8]
+
+
+class AddsLayerNumber(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden, **_):
+        return hidden + self.layer
+
+
+def test_tap_is_the_output_of_the_documented_layer(tmp_path, tiny_llama, monkeypatch):
+    """A target whose layer i adds i: after layer i the sum is 0 + 1 + ... + i."""
+    load = stage.TappedTarget.load
+
+    def load_and_replace(folder, **how):
+        target = load(folder, **how)
+        for i, layer in enumerate(target._tower.layers):
+            layer.forward = AddsLayerNumber(i).forward  # hooks run around it
+        target._tower.embed_tokens.weight.zero_()
+        return target
+
+    monkeypatch.setattr(stage.TappedTarget, "load", load_and_replace)
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data, (9, 4))
+    extract(config(tiny_llama, data, output, codec="raw", target_layer_ids=(1, 4, 6)))
+    contract = ShardSet([output]).contract
+    assert contract["target_layer_ids"] == [1, 4, 6]
+    assert "hidden_states[i+1]" in contract["layer_convention"]
+    for _, _, taps_TLD in documents_of(output).values():
+        assert taps_TLD[:, 0].unique().tolist() == [0 + 1]
+        assert taps_TLD[:, 1].unique().tolist() == [0 + 1 + 2 + 3 + 4]
+        assert taps_TLD[:, 2].unique().tolist() == [0 + 1 + 2 + 3 + 4 + 5 + 6]
+
+
+def test_raw_shards_hold_hugging_face_states_bit_for_bit(tmp_path, tiny_target):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    # Each document is a batch of its own, so both sides run the same shapes.
+    extract(config(tiny_target, data, output, codec="raw", batch_tokens=1))
+    found = documents_of(output)
+    assert sorted(len(ids) for ids, _, _ in found.values()) == sorted(LENGTHS)
+    for ids, _, taps_TLD in found.values():
+        states, _ = reference_states(tiny_target, ids[None].long(), torch.bfloat16)
+        # Eight layers, five taps by z-lab's rule: 1 to 5.
+        assert torch.equal(taps_TLD, torch.stack([states[i + 1][0] for i in range(1, 6)], 1))
+
+
+def test_batches_padded_on_the_right_store_what_single_documents_do(tmp_path, tiny_target):
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    knobs = {"codec": "raw", "dtype": "float32"}
+    extract(config(tiny_target, data, tmp_path / "alone", batch_tokens=1, **knobs))
+    extract(config(tiny_target, data, tmp_path / "together", batch_tokens=1000, **knobs))
+    alone, together = documents_of(tmp_path / "alone"), documents_of(tmp_path / "together")
+    assert alone.keys() == together.keys()
+    for index, (ids, mask, taps_TLD) in alone.items():
+        other_ids, other_mask, other_TLD = together[index]
+        assert torch.equal(ids, other_ids)
+        assert torch.equal(mask, other_mask)
+        torch.testing.assert_close(other_TLD, taps_TLD, rtol=1e-2, atol=1e-3)
+
+
+def test_int8_shards_stay_close_and_say_how_close(tmp_path, tiny_qwen35):
+    data = tmp_path / "data.jsonl"
+    write_chats(data)
+    raw = extract(config(tiny_qwen35, data, tmp_path / "raw", codec="raw"))
+    coded = extract(config(tiny_qwen35, data, tmp_path / "int8", calibration_tokens=90))
+    exact, near = documents_of(tmp_path / "raw"), documents_of(tmp_path / "int8")
+    for index, (_, _, exact_TLD) in exact.items():
+        error = (near[index][2].float() - exact_TLD.float()).norm(dim=-1)
+        assert (error / exact_TLD.float().norm(dim=-1)).max() < 0.02
+    assert 0 < coded["relative_error_p99"] < 0.02
+    assert raw["relative_error_p99"] == 0
+    assert coded["bytes_per_token"] < raw["bytes_per_token"]
+    assert coded["tokens"] == raw["tokens"] == sum(len(ids) for ids, _, _ in exact.values())
+    assert coded["supervised_tokens"] == sum(int(mask.sum()) for _, mask, _ in exact.values())
+
+
+def test_plan_is_whole_documents_sorted_by_length_and_filled_in_order():
+    lengths = [5, 3, 8, 3, 20, 2]
+    documents = [Document(i, torch.zeros(n), torch.ones(n)) for i, n in enumerate(lengths)]
+    plan = plan_shards(documents, 10)
+    assert {name: [d.index for d in shard] for name, shard in plan.items()} == {
+        "shard-000000": [5, 1, 3],  # 2 + 3 + 3, equal lengths in corpus order
+        "shard-000001": [0],
+        "shard-000002": [2],
+        "shard-000003": [4],  # longer than a shard: alone
+    }
+    in_order = [d for shard in plan.values() for d in shard]
+    batches = [[d.index for d in batch] for batch in cut_batches(in_order, 9)]
+    assert batches == [[5, 1, 3], [0], [2], [4]]
+
+
+def test_windows_keep_far_documents_apart(monkeypatch):
+    monkeypatch.setattr("dflash_offline.planning.WINDOW_TOKENS", 10)
+    lengths = [6, 4, 3, 2]
+    documents = [Document(i, torch.zeros(n), torch.ones(n)) for i, n in enumerate(lengths)]
+    (shard,) = plan_shards(documents, 100).values()
+    assert [d.index for d in shard] == [1, 0, 3, 2]
+
+
+def test_calibration_sample_is_drawn_from_the_whole_corpus_by_seed():
+    documents = [Document(i, torch.zeros(10), torch.ones(10)) for i in range(1000)]
+    sample = [d.index for d in draw_sample(documents, 205, seed=3)]
+    assert len(sample) == 21
+    assert min(sample) < 200
+    assert max(sample) > 800
+    assert sample == [d.index for d in draw_sample(documents, 205, seed=3)]
+    assert sample != [d.index for d in draw_sample(documents, 205, seed=4)]
+    assert len(draw_sample(documents, 10**9, seed=0)) == 1000
+
+
+def test_rerun_finds_nothing_to_do_and_loads_no_target(tmp_path, tiny_llama, monkeypatch, capsys):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    first = extract(config(tiny_llama, data, output, shard_tokens=60))
+    monkeypatch.setattr(stage, "load_target", lambda setup: pytest.fail("loaded"))
+    capsys.readouterr()
+    second = extract(config(tiny_llama, data, output, shard_tokens=60))
+    assert "nothing left to extract" in capsys.readouterr().err
+    assert first["shards_written_now"] == first["shards"] > 2
+    assert second["shards_written_now"] == 0
+    changing = {"seconds", "tokens_per_second", "shards_written_now"}
+    assert {k: v for k, v in second.items() if k not in changing} == {
+        k: v for k, v in first.items() if k not in changing
+    }
+
+
+def test_failed_run_goes_on_where_it_stopped(tmp_path, tiny_llama, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    knobs = {"shard_tokens": 60, "batch_tokens": 64, "codec": "raw"}
+    whole = extract(config(tiny_llama, data, tmp_path / "whole", **knobs))
+    real, calls = stage.run_target, []
+
+    def fails_third(target, batch):
+        calls.append(len(batch))
+        if len(calls) == 3:
+            raise RuntimeError("power cut")
+        return real(target, batch)
+
+    monkeypatch.setattr(stage, "run_target", fails_third)
+    with pytest.raises(RuntimeError, match="power cut"):
+        extract(config(tiny_llama, data, tmp_path / "parts", **knobs))
+    rest = extract(config(tiny_llama, data, tmp_path / "parts", **knobs))
+    assert 0 < rest["shards_written_now"] < whole["shards"]
+    assert_same(documents_of(tmp_path / "parts"), documents_of(tmp_path / "whole"))
+
+
+START = "import sys; from dflash_offline.cli.main import main; main(sys.argv[1:])"
+
+
+def start(target, data, output, *more, **environment):
+    """`dflash-offline extract` in a process of its own, as torchrun would start it."""
+    paths = ["--target", target, "--data", data, "--output", output, "--device", "cpu"]
+    arguments = [sys.executable, "-c", START, "extract", *paths, "--shard-tokens", 60, *more]
+    return subprocess.Popen(
+        [str(argument) for argument in arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_ranks_store_what_one_does(tmp_path, tiny_qwen35):
+    data = tmp_path / "data.jsonl"
+    write_chats(data)
+    one = extract(config(tiny_qwen35, data, tmp_path / "one", shard_tokens=60))
+    ranks = [
+        start(tiny_qwen35, data, tmp_path / "two", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+        for rank in "10"
+    ]
+    for process in ranks:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "supervised_tokens" in out
+    manifests = {p.name: p.read_text() for p in (tmp_path / "two" / "manifest").iterdir()}
+    assert sorted(manifests) == ["rank-00.jsonl", "rank-01.jsonl"]
+    assert sum(text.count("\n") for text in manifests.values()) == one["shards"]
+    assert_same(documents_of(tmp_path / "two"), documents_of(tmp_path / "one"))
+
+
+def test_killed_run_is_resumed_on_another_number_of_ranks(tmp_path, tiny_llama, monkeypatch):
+    data, output = tmp_path / "data.jsonl", tmp_path / "killed"
+    write_rows(data, [random.Random(0).randint(31, 60) for _ in range(24)])
+    whole = extract(config(tiny_llama, data, tmp_path / "whole", shard_tokens=60, batch_tokens=1))
+    process = start(tiny_llama, data, output, "--batch-tokens", 1)
+    manifest = output / "manifest" / "rank-00.jsonl"
+    while not (manifest.exists() and manifest.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = manifest.read_text().count("\n")
+    assert done < whole["shards"]
+    resumed = config(tiny_llama, data, output, shard_tokens=60, batch_tokens=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    written = 0
+    for rank in "10":
+        monkeypatch.setenv("RANK", rank)
+        written += extract(resumed)["shards_written_now"]
+    assert whole["shards"] - done - 1 <= written <= whole["shards"] - done
+    assert_same(documents_of(output), documents_of(tmp_path / "whole"))
+
+
+def test_rank_that_waits_in_vain_says_for_whom(tmp_path, tiny_llama, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(stage, "_WAIT_SECONDS", -1.0)
+    with pytest.raises(ValueError, match=r"rank 0 made no .*dataset\.json"):
+        extract(config(tiny_llama, data, tmp_path / "shards"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_document_with_broken_states_is_left_out_and_counted(
+    tmp_path, tiny_llama, monkeypatch, capsys, value
+):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    rows = write_rows(data)
+    real = stage.run_target
+
+    def breaks_one(target, batch):
+        taps_NLD = real(target, batch).clone()
+        start = 0
+        for document in batch:
+            if document.index == 3:
+                taps_NLD[start + 5, 2] = value
+            start += len(document)
+        return taps_NLD
+
+    monkeypatch.setattr(stage, "run_target", breaks_one)
+    summary = extract(config(tiny_llama, data, output, codec="raw"))
+    assert "document 3 left out: broken states of 1 tokens" in capsys.readouterr().err
+    assert summary["broken_documents"] == 1
+    assert summary["documents"] == len(LENGTHS) - 1
+    found = documents_of(output)
+    assert sorted(found) == [0, 1, 2, 4, 5, 6]
+    assert all(found[i][0].tolist() == rows[i]["input_ids"] for i in found)
+    monkeypatch.undo()
+    reference = extract(config(tiny_llama, data, tmp_path / "sound", codec="raw"))
+    assert reference["broken_documents"] == 0
+    sound = documents_of(tmp_path / "sound")
+    assert_same(found, {i: parts for i, parts in sound.items() if i != 3})
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_target_that_gives_only_nan_is_an_error(tmp_path, tiny_llama, monkeypatch, codec):
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    real = stage.run_target
+    monkeypatch.setattr(stage, "run_target", lambda *given: real(*given) * float("nan"))
+    with pytest.raises(ValueError, match=r"all of 7 documents have hidden states that are inf"):
+        extract(config(tiny_llama, data, tmp_path / "shards", codec=codec))
+
+
+def test_contract_of_another_run_is_refused(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    extract(config(tiny_llama, data, output))
+    for knobs, field in [
+        ({"target_layer_ids": (1, 2)}, "target_layer_ids"),
+        ({"codec": "raw"}, "codec"),
+        ({"shard_tokens": 60}, "shard_tokens"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"max_length": 50}, "max_length"),
+        ({"seed": 1}, "codec_calibration"),
+    ]:
+        with pytest.raises(ValueError, match=f"was made with {field}"):
+            extract(config(tiny_llama, data, output, **knobs))
+    write_rows(data, seed=1)
+    with pytest.raises(ValueError, match="was made with data_sha256"):
+        extract(config(tiny_llama, data, output))
+
+
+def test_documents_are_cut_to_the_context_of_the_target(tmp_path):
+    target = build_tiny_target(tmp_path / "target", "llama")
+    facts = json.loads((target / "config.json").read_text())
+    facts["max_position_embeddings"] = 50
+    (target / "config.json").write_text(json.dumps(facts))
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    summary = extract(config(target, data, tmp_path / "shards"))
+    assert summary["truncated"] == 2
+    assert max(len(ids) for ids, _, _ in documents_of(tmp_path / "shards").values()) == 50
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(command, [str(a) for a in arguments], catch_exceptions=True)
+
+
+def test_command_prints_a_summary_and_saves_its_config(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_chats(data, 5)
+    result = invoke("--target", tiny_llama, "--data", data, "--output", output, "--codec", "raw")
+    assert result.exit_code == 0, result.output
+    assert "supervised_tokens" in result.stdout
+    saved = json.loads((tmp_path / "shards.extract.json").read_text())
+    assert saved["target_layer_ids"] == [1, 2, 3, 4, 5]
+    assert saved["codec"] == "raw"
+    assert saved["data"] == [str(data)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target-layer-ids", "1,8"], "has layers 0 to 7"),
+        (["--target-layer-ids", "3,1"], "must rise"),
+        (["--data", "missing.jsonl"], "data file missing.jsonl does not exist"),
+        (["--target", "missing"], "target folder missing does not exist"),
+    ],
+)
+def test_wrong_input_is_one_sentence(tmp_path, tiny_llama, arguments, message):
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    output = tmp_path / "shards"
+    given = ["--target", tiny_llama, "--data", data, "--output", output, *arguments]
+    result = invoke(*given)
+    assert isinstance(result.exception, ValueError | FileNotFoundError)
+    assert message in str(result.exception)
+    assert not output.exists()
+
+
+def test_value_out_of_range_is_wrong_usage(tmp_path):
+    given = ["--target", tmp_path, "--data", tmp_path, "--output", tmp_path, "--max-length", 1]
+    result = invoke(*given)
+    assert result.exit_code == 2
+    assert "--max-length is 1" in result.output

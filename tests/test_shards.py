@@ -1,0 +1,577 @@
+"""The store: write, read, kill, corrupt, refuse."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from dflash_offline import shards as shards_module
+from dflash_offline.codec import make_codec, measure
+from dflash_offline.shards import Dataset, ShardReader, ShardSet, ShardWriter
+
+LAYERS, WIDTH = 3, 64
+TARGET = {
+    "name": "tiny",
+    "content_hash": "c0ffee",
+    "model_type": "llama",
+    "num_layers": 8,
+    "hidden_size": WIDTH,
+    "mlp_width": 96,
+    "vocab_size": 500,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_ids": [2],
+    "tokenizer_hash": "70",
+    "template_hash": "7e",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    index: int
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+def contract(**changes):
+    return {
+        "target": TARGET,
+        "target_layer_ids": (1, 3, 5),
+        "layer_convention": "output of block i",
+        "max_length": 512,
+        "codec": "int8",
+        **changes,
+    }
+
+
+def make_document(index, tokens):
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(0, 500, (tokens,), generator=generator, dtype=torch.int32)
+    return Document(index, ids, torch.rand(tokens, generator=generator) < 0.4)
+
+
+def make_taps(document):
+    generator = torch.Generator().manual_seed(1000 + document.index)
+    return torch.randn(len(document.input_ids), LAYERS, WIDTH, generator=generator).bfloat16()
+
+
+def make_dataset(path, codec="int8", **changes):
+    sample = make_taps(make_document(999, 100))
+    return Dataset.create_or_resume(
+        path,
+        contract=contract(codec=codec, **changes),
+        make_codec=lambda: make_codec(codec, layers=LAYERS, width=WIDTH, calibration=sample),
+        provenance={"torch": "any"},
+    )
+
+
+def append(writer, codec, documents):
+    taps = torch.cat([make_taps(document) for document in documents])
+    planes = codec.encode(taps)
+    writer.append(documents, planes, measure(taps, codec.decode(planes)))
+
+
+def write_shard(dataset, name, documents, rank=0):
+    with ShardWriter(dataset, name, rank=rank) as writer:
+        for document in documents:
+            append(writer, dataset.codec, [document])
+        return writer.commit()
+
+
+DOCUMENTS = [make_document(i, tokens) for i, tokens in enumerate([5, 131, 1, 300, 64])]
+
+
+def use_small_files(patch):
+    """Several files a plane and several chunks a file, at sizes that do not divide."""
+    patch.setattr(shards_module, "CHUNK_TOKENS", 16)
+    patch.setattr(shards_module, "ZARR_SHARD_TOKENS", 64)
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    use_small_files(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def written_once(tmp_path_factory):
+    path = tmp_path_factory.mktemp("store") / "data"
+    with pytest.MonkeyPatch.context() as patch:
+        use_small_files(patch)
+        data = make_dataset(path)
+        write_shard(data, "shard-000000", DOCUMENTS[:2])
+        write_shard(data, "shard-000001", DOCUMENTS[2:])
+    return path
+
+
+@pytest.fixture
+def dataset(tmp_path, small_files, written_once):
+    """Two shards of 136 and 365 tokens, a copy for each test to spoil."""
+    shutil.copytree(written_once, tmp_path / "data")
+    return Dataset.open(tmp_path / "data")
+
+
+def bf16_from_bits(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_raw_data_set_gives_back_ids_masks_and_states_bit_for_bit(tmp_path, small_files):
+    data = make_dataset(tmp_path / "data", codec="raw")
+    write_shard(data, "shard-000000", DOCUMENTS[:2])
+    write_shard(data, "shard-000001", DOCUMENTS[2:])
+    stored = ShardSet([tmp_path / "data"])
+    assert len(stored) == 5
+    assert stored.lengths.tolist() == [5, 131, 1, 300, 64]
+    assert stored.lengths.dtype == stored.supervised.dtype == torch.int64
+    assert stored.target_layer_ids == (1, 3, 5)
+    assert stored.target.content_hash == "c0ffee"
+    for i in torch.randperm(5).tolist():
+        ids, mask = stored.tokens(i)
+        assert ids.dtype == torch.int32 and mask.dtype == torch.bool
+        assert torch.equal(ids, DOCUMENTS[i].input_ids)
+        assert torch.equal(mask, DOCUMENTS[i].loss_mask)
+        assert stored.supervised[i] == DOCUMENTS[i].loss_mask.sum()
+        assert stored.document_index(i) == i
+        assert torch.equal(stored.taps(i), make_taps(DOCUMENTS[i]))
+
+
+def test_batches_of_documents_and_files_larger_than_a_shard_give_the_same(tmp_path):
+    whole = make_dataset(tmp_path / "whole", codec="raw")
+    with ShardWriter(whole, "a") as writer:
+        append(writer, whole.codec, DOCUMENTS[:3])
+        append(writer, whole.codec, DOCUMENTS[3:])
+        writer.commit()
+    stored = ShardSet([tmp_path / "whole"])
+    for i, document in enumerate(DOCUMENTS):
+        assert torch.equal(stored.taps(i), make_taps(document))
+
+
+def test_plain_zarr_and_a_numpy_loop_read_an_int8_shard(dataset):
+    group = zarr.open_group(dataset.shard_path("shard-000001"), mode="r")
+    codes, scales, offsets = group["codes"][:], group["scales"][:], group["offsets"][:]
+    assert codes.dtype == np.int8 and scales.dtype == np.uint16
+    assert group["scales"].attrs["logical_dtype"] == "bfloat16"
+    assert offsets.tolist() == [0, 1, 301, 365]
+    assert group["document_index"][:].tolist() == [2, 3, 4]
+    expected_ids = np.concatenate([d.input_ids for d in DOCUMENTS[2:]])
+    np.testing.assert_array_equal(group["input_ids"][:], expected_ids)
+    recipe = group.attrs["codec"]
+    channel_scale = dataset.codec.tensors()["channel_scale"].numpy()
+    stored = ShardSet([dataset.path])
+    for i in range(3):
+        rows = []
+        for n in range(offsets[i], offsets[i + 1]):
+            steps = np.repeat(bf16_from_bits(scales[n]), recipe["group"], axis=1)
+            rows.append(codes[n].astype(np.float32) * steps * channel_scale)
+        assert torch.equal(stored.taps(2 + i), torch.from_numpy(np.stack(rows)).bfloat16())
+
+
+def test_every_chain_ends_in_crc32c_and_files_hold_many_chunks(dataset):
+    metadata = dataset.shard_path("shard-000001").rglob("zarr.json")
+    arrays = [json.loads(path.read_text()) for path in metadata]
+    arrays = [array for array in arrays if array["node_type"] == "array"]
+    assert len(arrays) == 7
+    for array in arrays:
+        outer = array["codecs"][-1]
+        chain = outer["configuration"]["codecs"] if "chunk_shape" in str(outer) else [outer]
+        assert chain[-1]["name"] == "crc32c"
+    # 365 tokens in files of 64, and the last file holds no more than its tokens' chunks.
+    files = sorted((dataset.shard_path("shard-000001") / "codes/c").rglob("*/0/0"))
+    assert len(files) == 6
+    assert files[-1].stat().st_size < files[0].stat().st_size
+
+
+def test_attributes_carry_recipe_layers_and_what_was_measured(dataset):
+    record = dataset.committed()["shard-000001"]
+    attributes = ShardReader(dataset, record).attributes
+    assert attributes["target_layer_ids"] == [1, 3, 5]
+    assert attributes["layer_convention"] == "output of block i"
+    assert (attributes["documents"], attributes["tokens"]) == (3, 365)
+    exact = torch.cat([make_taps(d) for d in DOCUMENTS[2:]]).double().numpy()
+    stored = ShardSet([dataset.path])
+    decoded = torch.cat([stored.taps(i) for i in (2, 3, 4)]).double().numpy()
+    relative = np.linalg.norm(decoded - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    for layer, facts in enumerate(attributes["taps"]):
+        assert facts["mean"] == pytest.approx(exact[:, layer].mean(), abs=1e-6)
+        assert facts["std"] == pytest.approx(exact[:, layer].std(), rel=1e-5)
+        assert facts["max_abs"] == np.abs(exact[:, layer]).max()
+        p50, p99 = np.quantile(relative[:, layer], (0.5, 0.99))
+        assert facts["relative_l2_p50"] == pytest.approx(p50, rel=1e-4)
+        assert facts["relative_l2_p99"] == pytest.approx(p99, rel=1e-4)
+
+
+def test_shard_without_documents_counts_as_done_and_reads_as_nothing(dataset):
+    write_shard(dataset, "shard-000002", [])
+    assert dataset.resume(["shard-000002"]).missing == []
+    assert len(ShardSet([dataset.path])) == 5
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_zeros_are_written_and_not_left_out_as_fill_values(tmp_path, codec):
+    data = make_dataset(tmp_path / "data", codec=codec)
+    nothing = torch.zeros(40, LAYERS, WIDTH, dtype=torch.bfloat16)
+    document = Document(0, torch.zeros(40, dtype=torch.int32), torch.zeros(40, dtype=torch.bool))
+    with ShardWriter(data, "a") as writer:
+        writer.append([document], data.codec.encode(nothing), measure(nothing, nothing))
+        writer.commit()
+    stored = ShardSet([data.path])
+    ids, mask = stored.tokens(0)
+    assert not ids.any() and not mask.any()
+    assert torch.equal(stored.taps(0), nothing)
+
+
+def test_data_set_without_documents_is_refused(tmp_path):
+    make_dataset(tmp_path / "data")
+    with pytest.raises(ValueError, match="holds no committed document yet; run extract first"):
+        ShardSet([tmp_path / "data"])
+
+
+def test_non_finite_states_are_refused_by_the_documents_number(tmp_path):
+    data = make_dataset(tmp_path / "data")
+    taps = torch.cat([make_taps(document) for document in DOCUMENTS])
+    taps[140] = float("nan")  # documents 0 to 2 end at token 137
+    planes = data.codec.encode(taps)
+    with (
+        pytest.raises(ValueError, match="document 3 has hidden states that are inf or NaN"),
+        ShardWriter(data, "a") as writer,
+    ):
+        writer.append(DOCUMENTS, planes, measure(taps, data.codec.decode(planes)))
+    assert list((tmp_path / "data/shards").iterdir()) == []
+
+
+def test_reader_sees_committed_shards_only_while_a_writer_writes(dataset):
+    with ShardWriter(dataset, "shard-000002") as writer:
+        append(writer, dataset.codec, [make_document(7, 200)])
+        assert len(ShardSet([dataset.path])) == 5
+        writer.commit()
+    assert len(ShardSet([dataset.path])) == 6
+
+
+def test_two_ranks_write_disjoint_shards_of_one_data_set(tmp_path, small_files):
+    make_dataset(tmp_path / "data")
+    names = [f"shard-{i:06}" for i in range(5)]
+    ranks = [Dataset.open(tmp_path / "data", contract=contract()) for _ in range(2)]
+    for i, name in enumerate(names):
+        write_shard(ranks[i % 2], name, [DOCUMENTS[i]], rank=i % 2)
+    manifests = sorted(p.name for p in (tmp_path / "data/manifest").iterdir())
+    assert manifests == ["rank-00.jsonl", "rank-01.jsonl"]
+    stored = ShardSet([tmp_path / "data"])
+    assert [stored.document_index(i) for i in range(5)] == [0, 1, 2, 3, 4]
+    assert ranks[0].resume(names).missing == []
+
+
+def test_committed_shard_is_not_written_again(dataset):
+    with pytest.raises(ValueError, match="shard-000000 exists already"):
+        ShardWriter(dataset, "shard-000000")
+
+
+def test_unsafe_shard_name_is_refused(dataset):
+    with pytest.raises(ValueError, match=r"names a shard '\.\./out'"):
+        ShardWriter(dataset, "../out")
+
+
+KILLED_WRITER = """
+    import os, signal, sys
+    sys.path.insert(0, {tests!r})
+    import test_shards as t
+    from pathlib import Path
+    from dflash_offline import dataset as d, shards as s
+    s.CHUNK_TOKENS, s.ZARR_SHARD_TOKENS = 16, 64
+    data = d.Dataset.open(Path({path!r}))
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if {moment!r} == "seal":
+        s.seal = die
+    if {moment!r} == "manifest":
+        d.Dataset._name_in_manifest = die
+    with s.ShardWriter(data, "shard-000002", rank=1) as writer:
+        t.append(writer, data.codec, [t.make_document(7, 200)])
+        if {moment!r} == "append":
+            die()
+        writer.commit()
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(written_once, tmp_path_factory):
+    """Data sets whose writer of shard-000002 was killed at each moment; a copy of one of them."""
+    originals = {}
+    for moment in ("append", "seal", "manifest"):
+        originals[moment] = tmp_path_factory.mktemp("killed") / moment
+        shutil.copytree(written_once, originals[moment])
+        program = KILLED_WRITER.format(
+            tests=str(Path(__file__).parent), path=str(originals[moment]), moment=moment
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == -signal.SIGKILL
+
+    def copy(moment):
+        path = tmp_path_factory.mktemp("killed") / "data"
+        shutil.copytree(originals[moment], path)
+        return Dataset.open(path)
+
+    return copy
+
+
+@pytest.mark.parametrize("moment", ["append", "seal"])
+def test_killed_writer_leaves_nothing_to_read_and_its_rank_cleans_up(killed, small_files, moment):
+    dataset = killed(moment)
+    leftovers = [p.name for p in (dataset.path / "shards").glob(".tmp-1-*")]
+    assert len(leftovers) == 1
+    assert len(ShardSet([dataset.path])) == 5
+    assert dataset.resume(["shard-000000"], rank=0, size=2).removed == 0
+    found = dataset.resume(["shard-000002"], rank=1, size=2)
+    assert (found.missing, found.removed, found.adopted) == (["shard-000002"], 1, 0)
+    write_shard(dataset, "shard-000002", [make_document(7, 200)], rank=1)
+    assert len(ShardSet([dataset.path])) == 6
+
+
+def test_leftovers_of_many_ranks_are_cleaned_by_one(killed):
+    dataset = killed("append")
+    assert dataset.resume([], rank=0, size=1).removed == 1
+
+
+def test_shard_renamed_but_not_in_the_manifest_is_verified_and_adopted(killed):
+    dataset = killed("manifest")
+    assert dataset.shard_path("shard-000002").is_dir()
+    assert len(ShardSet([dataset.path])) == 5
+    found = dataset.resume(["shard-000002"], rank=0)
+    assert (found.missing, found.removed, found.adopted) == ([], 0, 1)
+    stored = ShardSet([dataset.path])
+    assert torch.equal(stored.tokens(5)[0], make_document(7, 200).input_ids)
+
+
+def test_damaged_shard_outside_the_manifest_is_written_again_not_adopted(killed):
+    dataset = killed("manifest")
+    flip_bit(dataset.shard_path("shard-000002") / "codes/c/1/0/0", 100)
+    found = dataset.resume(["shard-000002"])
+    assert (found.missing, found.removed, found.adopted) == (["shard-000002"], 1, 0)
+
+
+def test_shard_under_another_shards_name_is_not_adopted(killed):
+    dataset = killed("manifest")
+    shutil.move(dataset.shard_path("shard-000002"), dataset.shard_path("shard-000003"))
+    assert dataset.resume(["shard-000003"]).missing == ["shard-000003"]
+
+
+def test_torn_last_manifest_line_is_no_commit_and_the_shard_is_adopted(dataset):
+    manifest = dataset.path / "manifest/rank-00.jsonl"
+    content = manifest.read_bytes()
+    for cut in (1, 10, 40):
+        manifest.write_bytes(content[:-cut])
+        assert list(dataset.committed()) == ["shard-000000"]
+    found = dataset.resume(["shard-000000", "shard-000001"])
+    assert (found.missing, found.adopted) == ([], 1)
+    assert manifest.read_bytes() == content
+
+
+def test_damaged_manifest_line_is_refused_by_number(dataset):
+    manifest = dataset.path / "manifest/rank-00.jsonl"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"tokens": 136', b'"tokens": 135'))
+    with pytest.raises(ValueError, match=r"rank-00.jsonl line 1 is damaged; delete that line"):
+        ShardSet([dataset.path])
+
+
+@pytest.mark.parametrize(
+    "name", ["../../elsewhere", "/etc", "a/b", "..", ".tmp-0-aa", "", "a\x00"]
+)
+def test_hostile_shard_name_in_a_manifest_is_refused(dataset, name):
+    facts = {"commit_crc32c": 1, "documents": 1, "name": name, "supervised": 0, "tokens": 1}
+    text = json.dumps(facts, sort_keys=True)
+    line = json.dumps({**facts, "crc32c": google_crc32c.value(text.encode())})
+    (dataset.path / "manifest/rank-07.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"rank-07.jsonl line 1 names a shard"):
+        ShardSet([dataset.path])
+
+
+def flip_bit(path, byte):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 4
+    path.write_bytes(content)
+
+
+FILES = [
+    "zarr.json",
+    "codes/zarr.json",
+    "codes/c/2/0/0",
+    "scales/c/0/0/0",
+    "input_ids/c/0",
+    "loss_mask/c/0",
+    "offsets/c/0",
+    "document_index/c/0",
+    "supervised/c/0",
+    "COMMIT.json",
+]
+
+
+def read_everything(path):
+    stored = ShardSet([path])
+    for i in range(len(stored)):
+        stored.tokens(i)
+        stored.taps(i)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("place", [7, -2])
+def test_flipped_bit_is_refused_with_the_shard_and_the_file(dataset, file, place):
+    read_everything(dataset.path)
+    flip_bit(dataset.shard_path("shard-000001") / file, place)
+    part = file.split("/c/")[0]
+    with pytest.raises(ValueError, match=f"shard shard-000001: .*{part}.*then run extract again"):
+        read_everything(dataset.path)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_truncated_or_missing_file_is_refused_at_opening(dataset, file):
+    path = dataset.shard_path("shard-000001") / file
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"shard shard-000001: .*{file}"):
+        ShardSet([dataset.path])
+    path.unlink()
+    with pytest.raises(ValueError, match=f"shard shard-000001: .*{file} is missing"):
+        ShardSet([dataset.path])
+
+
+def test_file_lost_after_opening_is_not_read_as_fill_values(dataset):
+    stored = ShardSet([dataset.path])
+    (dataset.shard_path("shard-000001") / "codes/c/2/0/0").unlink()
+    assert stored.taps(2).isfinite().all()  # its file is there
+    with pytest.raises(ValueError, match=r"codes/c/2/0/0 is missing"):
+        stored.taps(3)
+
+
+def test_swapped_files_and_swapped_shards_are_refused(dataset):
+    one, two = (dataset.shard_path(f"shard-00000{i}") for i in range(2))
+    shutil.move(one, one.with_name("spare"))
+    shutil.move(two, one)
+    shutil.move(one.with_name("spare"), two)
+    with pytest.raises(ValueError, match=r"COMMIT.json is not the one that the manifest names"):
+        ShardSet([dataset.path])
+
+
+def test_commit_that_names_files_outside_the_shard_is_refused(dataset):
+    folder = dataset.shard_path("shard-000001")
+    commit = json.loads((folder / "COMMIT.json").read_text())
+    commit["files"]["../../dataset.json"] = {"bytes": 1, "crc32c": 0}
+    content = json.dumps(commit).encode()
+    (folder / "COMMIT.json").write_bytes(content)
+    record = dataset.committed()["shard-000001"]
+    hostile = type(record)(**{**vars(record), "commit_crc32c": google_crc32c.value(content)})
+    with pytest.raises(ValueError, match=r"names '\.\./\.\./dataset.json', outside"):
+        ShardReader(dataset, hostile)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "old", "new"),
+    [
+        ({"max_length": 256}, "max_length", "512", "256"),
+        ({"target_layer_ids": (1, 3, 6)}, "target_layer_ids", r"\[1, 3, 5\]", r"\[1, 3, 6\]"),
+        (
+            {"target": {**TARGET, "content_hash": "decaf"}},
+            r"target\.content_hash",
+            "'c0ffee'",
+            "'decaf'",
+        ),
+        ({"truncation": "end"}, "truncation", "None", "'end'"),
+    ],
+)
+def test_resume_with_another_contract_names_field_and_both_values(
+    dataset, changes, field, old, new
+):
+    with pytest.raises(ValueError, match=f"made with {field} = {old}, but now it is {new}; go"):
+        make_dataset(dataset.path, **changes)
+
+
+def test_moved_target_folder_is_still_the_same_target(dataset):
+    again = make_dataset(dataset.path, target={**TARGET, "name": "moved"})
+    assert list(again.committed()) == ["shard-000000", "shard-000001"]
+
+
+def test_resumed_data_set_keeps_its_calibration(dataset):
+    def calibrate_again():
+        raise AssertionError("calibrated twice")
+
+    again = Dataset.create_or_resume(
+        dataset.path, contract=contract(), make_codec=calibrate_again, provenance={"torch": "new"}
+    )
+    assert torch.equal(
+        again.codec.tensors()["channel_scale"], dataset.codec.tensors()["channel_scale"]
+    )
+    assert again.provenance == {"torch": "any"}
+
+
+def test_data_sets_of_one_target_are_read_as_one_list(dataset, tmp_path):
+    other = make_dataset(tmp_path / "other", codec="raw", max_length=256)
+    write_shard(other, "shard-000000", [make_document(3, 33)])
+    stored = ShardSet([dataset.path, other.path])
+    assert stored.lengths.tolist() == [5, 131, 1, 300, 64, 33]
+    assert torch.equal(stored.taps(5), make_taps(make_document(3, 33)))
+    with pytest.raises(IndexError):
+        stored.tokens(6)
+
+
+def test_data_sets_of_different_layers_are_refused_together(dataset, tmp_path):
+    other = make_dataset(tmp_path / "other", target_layer_ids=(0, 3, 5))
+    write_shard(other, "shard-000000", [make_document(3, 33)])
+    with pytest.raises(ValueError, match=r"target_layer_ids = \[1, 3, 5\], but .*other has \[0"):
+        ShardSet([dataset.path, other.path])
+
+
+def test_edited_dataset_file_is_refused(dataset):
+    file = dataset.path / "dataset.json"
+    file.write_text(file.read_text().replace('"max_length": 512', '"max_length": 513'))
+    with pytest.raises(ValueError, match=r"dataset.json does not match its own sha256"):
+        Dataset.open(dataset.path)
+
+
+def test_other_or_lost_calibration_is_refused(dataset):
+    file = dataset.path / "calibration.safetensors"
+    flip_bit(file, -1)
+    with pytest.raises(ValueError, match=r"calibration.safetensors is not the one"):
+        Dataset.open(dataset.path)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"calibration.safetensors is missing"):
+        Dataset.open(dataset.path)
+
+
+def test_store_of_a_newer_schema_is_refused(dataset, monkeypatch):
+    monkeypatch.setattr("dflash_offline.dataset.SCHEMA_VERSION", 0)
+    with pytest.raises(ValueError, match="schema_version 1, newer than 0; upgrade"):
+        Dataset.open(dataset.path)
+
+
+def test_folder_with_other_files_is_never_written_into(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="holds other files and no data set"):
+        make_dataset(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_path_that_is_no_data_set_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is no data set"):
+        ShardSet([tmp_path / "nowhere"])
+
+
+def test_codec_runs_where_the_states_are_wanted(dataset):
+    on_meta = ShardSet([dataset.path]).taps(1, device="meta")
+    assert on_meta.device.type == "meta"
+    assert on_meta.shape == (131, LAYERS, WIDTH) and on_meta.dtype == torch.bfloat16

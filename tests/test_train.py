@@ -1,0 +1,221 @@
+"""Stage two on small stores: gradients over ranks, exact resume, overfitting, refusals."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stores import make_store, random_documents
+
+from dflash_offline.config import EvaluateConfig, TrainConfig
+from dflash_offline.stages.evaluate import evaluate
+from dflash_offline.stages.train import train
+
+PROGRAM = Path(sys.executable).parent / "dflash-offline"
+SHAPE = {
+    "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 48, "block_size": 4,
+    "sliding_window": 8, "row_tokens": 64, "anchors": 12, "rows_per_step": 2, "mask_token_id": 3,
+    "precision": "fp32", "device": "cpu", "log_every": 1, "warmup": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory, tiny_llama):
+    folder = tmp_path_factory.mktemp("stores")
+    return {
+        "shards": (make_store(folder / "train", tiny_llama, random_documents(24)),),
+        "eval_shards": (make_store(folder / "held", tiny_llama, random_documents(6, seed=1)),),
+        "target": tiny_llama,
+    }
+
+
+def config(stores, output, **knobs):
+    return TrainConfig(**{**SHAPE, **stores, "output": output, **knobs})
+
+
+def weights(run):
+    (newest,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
+    return load_file(newest / "drafter.safetensors")
+
+
+def log_of(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return {entry["step"]: entry["loss"] for entry in log_of(run) if "loss" in entry}
+
+
+def as_flags(settings):
+    flags = []
+    for name, value in settings.items():
+        values = value if isinstance(value, tuple) else (value,)
+        flags += ["--" + name.replace("_", "-"), *map(str, values)]
+    return flags
+
+
+def run_ranks(settings, ranks):
+    """The command under the environment that torchrun gives its processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        env = {k: str(v) for k, v in facts.items()}
+        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        children.append(
+            subprocess.Popen(
+                [PROGRAM, "train", *as_flags(settings)], env=os.environ | env,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    results = [child.communicate(timeout=120) for child in children]
+    for child, (_, errors) in zip(children, results, strict=True):
+        assert child.returncode == 0, errors
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_half_the_steps_and_a_resume_equal_all_steps_bit_for_bit(stores, tmp_path, optimizer):
+    knobs = {"steps": 6, "save_every": 3, "optimizer": optimizer}
+    train(config(stores, tmp_path / "whole", **knobs))
+    train(config(stores, tmp_path / "halves", **knobs))
+    # Take the second half away, as if the run had been killed after step 3.
+    halves = tmp_path / "halves"
+    (last,) = (halves / "checkpoints").glob("step-00000006")
+    last.rename(tmp_path / "gone")
+    before = weights(halves)
+    train(config(stores, halves, resume=True, **knobs))
+
+    expected, got = weights(tmp_path / "whole"), weights(halves)
+    assert not torch.equal(before["fc.weight"], got["fc.weight"])
+    for name in expected:
+        assert torch.equal(got[name], expected[name]), name
+    assert losses(halves) == losses(tmp_path / "whole")
+
+
+def test_resume_refuses_a_changed_knob_by_name(stores, tmp_path):
+    train(config(stores, tmp_path, steps=2))
+    with pytest.raises(ValueError, match="lr"):
+        train(config(stores, tmp_path, steps=2, resume=True, lr=0.5))
+
+
+def test_a_finished_run_is_not_overwritten_without_resume(stores, tmp_path):
+    train(config(stores, tmp_path, steps=1))
+    with pytest.raises(ValueError, match="--resume"):
+        train(config(stores, tmp_path, steps=1))
+
+
+def test_two_ranks_learn_what_one_process_learns(stores, tmp_path):
+    knobs = {**SHAPE, **stores, "steps": 4, "rows_per_step": 4}
+    train(TrainConfig(**knobs, output=tmp_path / "one"))
+    run_ranks({**knobs, "output": tmp_path / "two"}, 2)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=2e-5, rtol=1e-4, msg=name)
+    for step, loss in losses(tmp_path / "one").items():
+        assert losses(tmp_path / "two")[step] == pytest.approx(loss, rel=1e-4)
+
+
+def test_ranks_with_few_many_and_no_supervised_tokens_give_the_single_gradient(
+    stores, tiny_llama, tmp_path
+):
+    g = torch.Generator().manual_seed(4)
+    documents = []
+    for supervised in (3, 60, 60, 0, 3, 60, 0, 0):  # a row each
+        ids = torch.randint(5, 200, (64,), generator=g)
+        documents.append((ids, torch.arange(64) >= 64 - supervised))
+    data = (make_store(tmp_path / "uneven", tiny_llama, documents),)
+    # No warm-up or clipping: one SGD-like look at the gradient through the first AdamW moments.
+    knobs = {**SHAPE, **stores, "shards": data, "steps": 3, "anchors": 40}
+    train(TrainConfig(**knobs, output=tmp_path / "one"))
+    run_ranks({**knobs, "output": tmp_path / "two"}, 2)
+    first_one, first_two = (log_of(tmp_path / run)[0] for run in ("one", "two"))
+    assert first_two["gradient_norm"] == pytest.approx(first_one["gradient_norm"], rel=1e-4)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=5e-5, rtol=1e-3, msg=name)
+
+
+def test_one_conversation_is_learnt_to_full_acceptance(tiny_llama, tmp_path):
+    documents = random_documents(1, seed=7, shortest=38, longest=40)
+    store = (make_store(tmp_path / "one", tiny_llama, documents),)
+    run = tmp_path / "run"
+    knobs = {"steps": 200, "lr": 5e-3, "log_every": 100, "rows_per_step": 1, "anchors": 40}
+    data = {"shards": store, "eval_shards": store, "target": tiny_llama}
+    train(TrainConfig(**{**SHAPE, **data, **knobs, "output": run}))
+
+    result = tmp_path / "evaluation.json"
+    evaluate(
+        EvaluateConfig(
+            drafter=run / "drafter", target=tiny_llama, shards=store, output=result, device="cpu"
+        )
+    )
+    report = json.loads(result.read_text())
+    _, mask = documents[0]
+    to_gain = int(mask.sum()) - 1
+    assert report["documents"] == [
+        {
+            "id": 0,
+            "acceptance_length": to_gain / -(-to_gain // 4),
+            "cycles": -(-to_gain // 4),
+            "tokens": to_gain,
+        }
+    ]
+
+
+def test_the_run_folder_holds_log_config_and_an_export_without_strangers(stores, tmp_path):
+    summary = train(config(stores, tmp_path, steps=2, keep_checkpoints=1, save_every=1))
+    assert summary["steps"] == 2
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert json.loads((tmp_path / "config.json").read_text())["block_size"] == 4
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    trained = weights(tmp_path)
+    assert set(tensors) == set(trained)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, trained[name].bfloat16()), name
+
+
+def test_shards_of_another_target_are_refused_by_name(stores, tiny_qwen3, tmp_path):
+    with pytest.raises(ValueError, match=r"extracted from .*--target"):
+        train(config(stores, tmp_path, target=tiny_qwen3, steps=1))
+
+
+def test_eval_shards_of_other_layers_are_refused(stores, tiny_llama, tmp_path):
+    other = make_store(tmp_path / "o", tiny_llama, random_documents(3), layer_ids=(1, 2, 4))
+    with pytest.raises(ValueError, match=r"\[1, 2, 4\]"):
+        train(config(stores, tmp_path / "run", eval_shards=(other,), steps=1))
+
+
+def test_a_mask_token_that_the_target_produced_is_refused(stores, tmp_path):
+    with pytest.raises(ValueError, match="--mask-token-id 17"):
+        train(config(stores, tmp_path, mask_token_id=17, steps=1))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"mask_token_id": None}, "no mask token is known"),
+        ({"mask_token_id": 512}, "outside the embedding's 512 rows"),
+        ({"mask_token_id": 323}, "ends or pads text"),
+    ],
+)
+def test_mask_tokens_that_cannot_serve_are_refused(stores, tmp_path, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        train(config(stores, tmp_path, steps=1, **knobs))
+
+
+def test_a_gradient_that_is_never_finite_ends_the_run_and_keeps_the_weights(
+    stores, tmp_path, monkeypatch
+):
+    def not_finite(parameters, norm):
+        return torch.tensor(float("nan"))
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", not_finite)
+    with pytest.raises(ValueError, match=r"not finite .* in a row"):
+        train(config(stores, tmp_path, steps=50))
