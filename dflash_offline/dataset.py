@@ -235,7 +235,8 @@ class Dataset:
             if match and int(match[1]) % size == rank:
                 shutil.rmtree(folder)
                 removed += 1
-        missing = [name for name in names if name not in self.committed()]
+        committed = self.committed()
+        missing = [name for name in names if name not in committed]
         for name in [name for name in missing if self.shard_path(name).exists()]:
             if self._adopt(name, rank):
                 missing.remove(name)

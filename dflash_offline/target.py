@@ -175,6 +175,10 @@ class FrozenEnds:
     lm_head: Tensor
     """[V, D]; the same tensor where the target ties its ends"""
 
+    @property
+    def tied(self) -> bool:
+        return self.lm_head is self.embedding
+
     @classmethod
     def load(cls, folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> "FrozenEnds":
         """From the folder's safetensors. ValueError or FileNotFoundError names what is missing."""
@@ -204,7 +208,11 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     """Weight name -> the safetensors file that holds it, sharded or not."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {key: folder / name for key, name in read_json(index)["weight_map"].items()}
+        names: dict[str, str] = read_json(index)["weight_map"]
+        for name in names.values():
+            if Path(name).name != name:
+                raise ValueError(f"{index} names {name!r}, which is no file of that folder")
+        return {key: folder / name for key, name in names.items()}
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with _opened(path) as weights:

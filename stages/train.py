@@ -88,10 +88,11 @@ def prepare(config: TrainConfig, world: World) -> Setup:
             f"--eval-shards hold layers {list(heldout.target_layer_ids)}, --shards "
             f"{list(shards.target_layer_ids)}; extract both with the same --target-layer-ids"
         )
-    spec = drafter_spec(config, target, shards)
-    in_prompts = check_mask_token(shards, spec.mask_token_id)
+    mask_token = target.resolve_mask_token(config.mask_token_id)
+    in_prompts = check_mask_token(shards, mask_token)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     ends = FrozenEnds.load(config.target, device=world.device, dtype=dtype)
+    spec = drafter_spec(config, target, shards.target_layer_ids, mask_token, tied=ends.tied)
     gamma = config.gamma or default_gamma(config.block_size)
     shape = RowShape(config.row_tokens, config.anchors, gamma)
     setup = Setup(config, world, spec, shards, heldout, ends, shape)
@@ -100,13 +101,20 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     return setup
 
 
-def drafter_spec(config: TrainConfig, target: TargetSpec, shards: ShardSet) -> DrafterSpec:
+def drafter_spec(
+    config: TrainConfig,
+    target: TargetSpec,
+    layer_ids: tuple[int, ...],
+    mask_token_id: int,
+    *,
+    tied: bool,
+) -> DrafterSpec:
     """The drafter's shape. Its RoPE is plain even where the target's is partial or M-RoPE."""
     sliding = config.layers - 1 if config.sliding_layers is None else config.sliding_layers
     kinds = ["sliding_attention"] * sliding + ["full_attention"] * (config.layers - sliding)
     return DrafterSpec(
-        target_layer_ids=shards.target_layer_ids,
-        mask_token_id=target.resolve_mask_token(config.mask_token_id),
+        target_layer_ids=layer_ids,
+        mask_token_id=mask_token_id,
         block_size=config.block_size,
         num_target_layers=target.num_layers,
         hidden_size=target.hidden_size,
@@ -120,7 +128,7 @@ def drafter_spec(config: TrainConfig, target: TargetSpec, shards: ShardSet) -> D
         rope_theta=config.rope_theta or target.rope_theta,
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
-        tie_word_embeddings=target.tie_word_embeddings,
+        tie_word_embeddings=tied,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_ids[0] if target.eos_token_ids else None,
         pad_token_id=target.pad_token_id,
