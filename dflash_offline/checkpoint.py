@@ -11,6 +11,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -98,10 +99,20 @@ def load_checkpoint(folder: Path, state: TrainState, config: dict[str, Any]) -> 
         raise ValueError(
             f"{folder / 'drafter.safetensors'} is damaged: {error}; remove the checkpoint"
         ) from None
-    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    for optimizer, values in zip(state.optimizers, saved, strict=True):
+    for optimizer, values in zip(
+        state.optimizers, _load_optimizers(folder / "optimizer.pt"), strict=True
+    ):
         optimizer.load_state_dict(values)
     state.step, state.rows = facts["step"], facts["rows"]
+
+
+def _load_optimizers(path: Path) -> list[dict[str, Any]]:
+    try:
+        states: list[dict[str, Any]] = torch.load(path, map_location="cpu", weights_only=True)
+        return states
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path} is damaged: {reason}; remove the checkpoint") from None
 
 
 def export_drafter(drafter: Drafter, folder: Path) -> None:

@@ -93,6 +93,10 @@ class BlockLoss:
         """One flat tensor, so that a reduction over ranks is one collective."""
         return torch.cat([value.detach().float().flatten() for value in vars(self).values()])
 
+    @staticmethod
+    def packed_size(block_size: int) -> int:
+        return 4 + 6 * block_size
+
     @classmethod
     def unpacked(cls, flat: Tensor, block_size: int) -> "BlockLoss":
         k = block_size

@@ -51,6 +51,7 @@ class _Prefetched(Generic[Item]):
     def __next__(self) -> Item:
         item = self._ready.get()
         if isinstance(item, _Failure):
+            self._ready.put(item)  # whoever asks again gets the same answer
             raise item.error
         return item
 

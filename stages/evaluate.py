@@ -1,6 +1,7 @@
 """Stage three: what acceptance length does a drafter earn on held-out documents?"""
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -46,10 +47,17 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             drafter, ends, shards, requests,
             block_size=block_size, batch_tokens=config.batch_tokens, advance=bar.advance,
         )  # fmt: skip
-    floor = [ngram_outcome(r, shards.tokens(r.document)[0].tolist(), block_size) for r in requests]
+    floor = []
+    with progress("looking up n-grams", total=total, unit="tok") as bar:
+        for request in requests:
+            ids = shards.tokens(request.document)[0].tolist()
+            floor.append(ngram_outcome(request, ids, block_size))
+            bar.advance(request.stop - request.start)
 
     report = build_report(shards, outcomes, floor, sums, block_size)
     write_json(config.output, report)
+    resolved = {**asdict(config), "block_size": block_size}
+    write_json(config.output.with_suffix(".config.json"), resolved)
     facts = {name: value for name, value in report.items() if name not in ("slots", "documents")}
     return {**facts, "seconds": time.monotonic() - started, "written to": str(config.output)}
 

@@ -24,7 +24,7 @@ from dflash_offline.config import TrainConfig
 from dflash_offline.contract import check_mask_token, check_same_target
 from dflash_offline.drafter import Drafter
 from dflash_offline.loss import BlockLoss
-from dflash_offline.metrics import Log, duration, say, write_json
+from dflash_offline.metrics import Log, duration, progress, say, write_json
 from dflash_offline.optim import make_optimizers, rate, set_rate
 from dflash_offline.packing import RowStream
 from dflash_offline.prefetch import prefetch
@@ -135,6 +135,21 @@ def drafter_spec(
     )
 
 
+def resolved_config(setup: Setup) -> dict[str, Any]:
+    """Every knob as it is used: what the defaults became for this target and these shards."""
+    spec = setup.spec
+    return {
+        **asdict(setup.config),
+        "mask_token_id": spec.mask_token_id,
+        "mlp_width": spec.mlp_width,
+        "sliding_layers": spec.layer_types.count("sliding_attention"),
+        "rope_theta": spec.rope_theta,
+        "gamma": setup.shape.gamma,
+        "target_layer_ids": spec.target_layer_ids,
+        "world_size": setup.world.size,
+    }
+
+
 def describe(setup: Setup, mask_tokens_in_prompts: int) -> None:
     """Say what is about to happen, and whatever a user would not expect."""
     config, shards, world = setup.config, setup.shards, setup.world
@@ -233,10 +248,12 @@ def evaluate_heldout(setup: Setup, state: TrainState) -> BlockLoss:
     config, world = setup.config, setup.world
     stream = RowStream(setup.heldout.lengths.tolist(), config.row_tokens, seed=config.seed)
     rows = range(world.rank, min(config.eval_rows, stream.rows_per_epoch), world.size)
-    total = torch.zeros(4 + 6 * setup.spec.block_size, device=world.device)
-    for n in rows:
-        batch = setup.batch(setup.heldout, stream[n], seed=n)  # the same anchors every time
-        total += row_loss(state.drafter, setup.ends, batch, 1.0).packed()
+    total = torch.zeros(BlockLoss.packed_size(setup.spec.block_size), device=world.device)
+    with progress("evaluating held-out", total=len(rows), unit="rows") as bar:
+        for n in rows:
+            batch = setup.batch(setup.heldout, stream[n], seed=n)  # the same anchors every time
+            total += row_loss(state.drafter, setup.ends, batch, 1.0).packed()
+            bar.advance()
     return BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
 
 
@@ -306,7 +323,7 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     """The loop, from `state.step` to the last step; then the export."""
     config, world = setup.config, setup.world
     if world.is_first:
-        write_json(config.output / "config.json", asdict(config))
+        write_json(config.output / "config.json", resolved_config(setup))
     stream = RowStream(setup.shards.lengths.tolist(), config.row_tokens, seed=config.seed)
     pace, skipped = Pace(state), SkippedSteps()
     heldout: dict[str, float] = {}

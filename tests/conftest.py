@@ -1,7 +1,14 @@
 """Tiny targets on disk, built once a session and only if a test asks for them."""
 
 import pytest
+import torch
 from tiny_target import build_tiny_target
+
+
+def pytest_configure():
+    # How a sum is split over threads depends on shapes, so bit-for-bit claims hold on one thread;
+    # the models here are far too small to gain from a second one.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

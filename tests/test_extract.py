@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from click.testing import CliRunner
+from drafters import small_spec
 from tiny_target import WORDS, build_tiny_target, reference_states
 from torch import nn
 
@@ -21,6 +22,7 @@ from dflash_offline.planning import cut_batches, draw_sample, plan_shards
 from dflash_offline.shards import ShardSet
 from dflash_offline.stages import extract as stage
 from dflash_offline.stages.extract import extract
+from dflash_offline.step import RowShape, load_batch
 
 LENGTHS = (7, 30, 129, 12, 64, 5, 33)
 
@@ -96,6 +98,27 @@ def test_token_state_and_mask_share_one_index(tmp_path, tiny_llama, monkeypatch)
         for t in range(len(ids)):
             assert taps_TLD[t, 0].unique().tolist() == [t + 1 / 8]
             assert taps_TLD[t, 1].unique().tolist() == [t + 3 / 8]
+    assert_batch_shares_one_index(output, rows)
+
+
+def assert_batch_shares_one_index(output, rows):
+    """The same probe at the trainer's end: a packed row of all documents, last to first."""
+    shards = ShardSet([output])
+    order = list(range(len(shards)))[::-1]
+    spec = small_spec(hidden_size=64, target_layer_ids=(1, 3))
+    shape = RowShape(row_tokens=140, anchors=200, gamma=4.0)
+    batch = load_batch(shards, order, spec=spec, shape=shape, seed=0, device=torch.device("cpu"))
+    ids = [token for i in order for token in rows[shards.document_index(i)]["input_ids"]]
+    real = len(ids)
+    assert torch.equal(batch.taps_SM[:real, 0].float(), batch.position_ids_S[:real] + 1 / 8)
+    assert torch.equal(batch.taps_SM[:real, -1].float(), batch.position_ids_S[:real] + 3 / 8)
+    blocks = batch.blocks
+    for anchor, block, labels in zip(
+        blocks.anchors_A[blocks.valid_A].tolist(), blocks.input_ids_AK, blocks.labels_AK,
+        strict=False,
+    ):  # fmt: skip
+        assert block[0] == ids[anchor]
+        assert labels.tolist()[: real - anchor] == ids[anchor : anchor + 4]
 
 
 class AddsLayerNumber(nn.Module):

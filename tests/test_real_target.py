@@ -5,6 +5,7 @@ choice between two near-equal tokens would then depend on how the text was fed.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ pytestmark = [
         not (TARGET / "config.json").exists(), reason="needs demo/target: `make test` makes it"
     ),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

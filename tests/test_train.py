@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,24 +59,14 @@ def as_flags(settings):
 
 
 def run_ranks(settings, ranks):
-    """The command under the environment that torchrun gives its processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(ranks):
-        facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-        env = {k: str(v) for k, v in facts.items()}
-        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        children.append(
-            subprocess.Popen(
-                [PROGRAM, "train", *as_flags(settings)], env=os.environ | env,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    results = [child.communicate(timeout=120) for child in children]
-    for child, (_, errors) in zip(children, results, strict=True):
-        assert child.returncode == 0, errors
+    """The command under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["--nproc-per-node", str(ranks), "--no-python", PROGRAM, "train"]
+    done = subprocess.run(
+        [*torchrun, *command, *as_flags(settings)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -127,12 +116,12 @@ def test_ranks_with_few_many_and_no_supervised_tokens_give_the_single_gradient(
 ):
     g = torch.Generator().manual_seed(4)
     documents = []
-    for supervised in (3, 60, 60, 0, 3, 60, 0, 0):  # a row each
-        ids = torch.randint(5, 200, (64,), generator=g)
-        documents.append((ids, torch.arange(64) >= 64 - supervised))
+    for supervised in (10, 1000, 1000, 0, 10, 1000, 0, 0):  # a row each
+        ids = torch.randint(5, 200, (1024,), generator=g)
+        documents.append((ids, torch.arange(1024) >= 1024 - supervised))
     data = (make_store(tmp_path / "uneven", tiny_llama, documents),)
-    # No warm-up or clipping: one SGD-like look at the gradient through the first AdamW moments.
-    knobs = {**SHAPE, **stores, "shards": data, "steps": 3, "anchors": 40}
+    sizes = {"row_tokens": 1024, "anchors": 40, "eval_rows": 1}
+    knobs = {**SHAPE, **stores, "shards": data, "steps": 3, **sizes}
     train(TrainConfig(**knobs, output=tmp_path / "one"))
     run_ranks({**knobs, "output": tmp_path / "two"}, 2)
     first_one, first_two = (log_of(tmp_path / run)[0] for run in ("one", "two"))

@@ -1,9 +1,9 @@
 """The main job on a real language model, from conversations to an acceptance length.
 
-    python tests/real/demo.py [--steps N] [--budget MINUTES]
+    python tests/real/demo.py [--train-flags "--steps 600"]
 
 Runs the product's own commands, one after another, as a user would type them; writes everything
-below demo/ and ends with one line. With a GPU it takes a larger drafter and many more steps.
+below demo/ and ends with one line. With a GPU it trains a larger drafter for longer.
 """
 
 import argparse
@@ -15,17 +15,19 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "demo"
-MASK_TOKEN = 16  # SmolLM2 has 17 special tokens; this one it was never trained to use
+MASK_TOKEN = 16  # one of SmolLM2's 17 special tokens, which it was never trained to use
 
-# Shapes that suit a 135 M target. On two CPU cores a block of 8 and few layers learn most per
-# second; a GPU affords the field's usual block of 16.
-CPU = "--block-size 8 --layers 3 --steps 1000 --rows-per-step 1 --row-tokens 1024 --anchors 96"
-GPU = "--block-size 16 --layers 5 --steps 6000 --rows-per-step 4 --row-tokens 4096 --anchors 512"
+# Muon learns these texts in a third of AdamW's steps (measured: 5.5 against 3.5 after 1,000). On
+# two cores a block of 8 and three layers learn most per second; a GPU affords the usual 16 and 5.
+CPU = "--block-size 8 --layers 3 --steps 300 --rows-per-step 1 --row-tokens 1024 --anchors 96"
+GPU = "--block-size 16 --layers 5 --steps 2000 --rows-per-step 1 --row-tokens 4096 --anchors 512"
 COMMON = (
     "--heads 8 --kv-heads 4 --head-dim 64 --mlp-width 1536 --sliding-layers 0 --optimizer muon "
-    "--save-every 500 --eval-every 500 --log-every 25"
+    "--save-every 500 --eval-every 500"
 )
 
 
@@ -51,35 +53,50 @@ def dflash(command: str) -> float:
     return time.monotonic() - started
 
 
-def has_gpu() -> bool:
-    import torch
+def seconds_of_matmul(dtype: torch.dtype) -> float:
+    matrix = torch.ones(768, 768, dtype=dtype)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - started)
+    return min(times)
 
-    return torch.cuda.is_available()
+
+def bf16_pays() -> bool:
+    """False on processors without bf16 instructions, where it is emulated and slow."""
+    if torch.cuda.is_available():
+        return True
+    return seconds_of_matmul(torch.bfloat16) < seconds_of_matmul(torch.float32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train-flags", default="", help="more flags for train, at its end")
     options = parser.parse_args()
-    shape = GPU if has_gpu() else CPU
-    seconds = {}
+    shape = GPU if torch.cuda.is_available() else CPU
+    dtype, precision = ("bfloat16", "bf16") if bf16_pays() else ("float32", "fp32")
+    if dtype == "float32":
+        print("this processor multiplies float32 faster than bfloat16: using float32")
     split_data()
-    shutil.rmtree(DEMO / "run", ignore_errors=True)
+    for leftover in ("run", "drafter"):
+        shutil.rmtree(DEMO / leftover, ignore_errors=True)
+    seconds = {}
     for split in ("train", "heldout"):
         seconds[f"extract {split}"] = dflash(
             f"extract --target demo/target --data demo/data/{split}.jsonl "
-            f"--output demo/shards/{split}"
+            f"--output demo/shards/{split} --dtype {dtype}"
         )
     dflash("inspect-shard demo/shards/heldout --target demo/target")
     seconds["train"] = dflash(
         "train --shards demo/shards/train --eval-shards demo/shards/heldout --target demo/target "
-        f"--output demo/run --mask-token-id {MASK_TOKEN} {COMMON} {shape} {options.train_flags}"
+        f"--output demo/run --mask-token-id {MASK_TOKEN} --precision {precision} "
+        f"{COMMON} {shape} {options.train_flags}"
     )
-    shutil.rmtree(DEMO / "drafter", ignore_errors=True)
     shutil.copytree(DEMO / "run" / "drafter", DEMO / "drafter")
     seconds["evaluate"] = dflash(
         "evaluate --drafter demo/drafter --target demo/target --shards demo/shards/heldout "
-        "--output demo/evaluation.json"
+        f"--output demo/evaluation.json --dtype {dtype}"
     )
     report = json.loads((DEMO / "evaluation.json").read_text())
     print("\n" + ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))

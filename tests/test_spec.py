@@ -1,0 +1,126 @@
+"""Facts of targets and drafters: layer rule, identity, mask tokens, z-lab's config.json."""
+
+import json
+import shutil
+
+import pytest
+from drafters import FULL, SLIDING, small_spec
+
+from dflash_offline.spec import DrafterSpec, TargetSpec, default_layer_ids
+
+
+@pytest.mark.parametrize("layers", [8, 24, 28, 30, 32, 36, 64])
+def test_default_layers_are_zlabs(layers):
+    from dflash.model import build_target_layer_ids
+
+    assert default_layer_ids(layers) == tuple(build_target_layer_ids(layers, 5))
+
+
+def test_default_layers_of_published_drafters():
+    # Qwen3-8B, Qwen3.5-4B, Qwen3.6-27B as published; SmolLM2 by the rule
+    assert default_layer_ids(36) == (1, 9, 17, 25, 33)
+    assert default_layer_ids(32) == (1, 8, 15, 22, 29)
+    assert default_layer_ids(64) == (1, 16, 31, 46, 61)
+    assert default_layer_ids(30) == (1, 8, 14, 20, 27)
+
+
+def test_a_shallow_target_needs_its_layers_named():
+    with pytest.raises(ValueError, match="--target-layer-ids"):
+        default_layer_ids(6)
+
+
+@pytest.mark.parametrize("ids", [(), (3, 1), (1, 1), (-1, 2), (1, 8)])
+def test_layer_ids_must_rise_and_exist(tiny_llama, ids):
+    with pytest.raises(ValueError, match="--target-layer-ids"):
+        TargetSpec.read(tiny_llama).check_layer_ids(ids)
+
+
+def test_facts_of_a_multimodal_wrapper_come_from_its_text_tower(tiny_qwen35):
+    spec = TargetSpec.read(tiny_qwen35)
+    text = json.loads((tiny_qwen35 / "config.json").read_text())["text_config"]
+    assert spec.hidden_size == text["hidden_size"]
+    assert spec.vocab_size == text["vocab_size"]
+    assert spec.rope_theta == 1e7
+    assert spec.model_type == "qwen3_5_text"
+    assert TargetSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_identity_is_of_content_and_not_of_place(tiny_llama, tmp_path):
+    original = TargetSpec.read(tiny_llama)
+    copy = tmp_path / "moved"
+    shutil.copytree(tiny_llama, copy)
+    assert TargetSpec.read(copy).content_hash == original.content_hash
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert TargetSpec.read(copy).content_hash != original.content_hash
+
+
+def test_the_chat_template_is_part_of_the_identity(tiny_llama, tmp_path):
+    copy = tmp_path / "retold"
+    shutil.copytree(tiny_llama, copy)
+    template = copy / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    changed, original = TargetSpec.read(copy), TargetSpec.read(tiny_llama)
+    assert changed.content_hash != original.content_hash
+    assert changed.template_hash != original.template_hash
+    assert changed.tokenizer_hash == original.tokenizer_hash
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 40])
+def test_a_cut_weight_file_is_named(tiny_llama, tmp_path, content):
+    copy = tmp_path / "cut"
+    shutil.copytree(tiny_llama, copy)
+    (copy / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        TargetSpec.read(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "not a JSON object"), ("{}", "lacks the key")],
+)
+def test_a_bad_config_is_named(tiny_llama, tmp_path, text, message):
+    copy = tmp_path / "bad"
+    shutil.copytree(tiny_llama, copy)
+    (copy / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
+        TargetSpec.read(copy)
+
+
+def known_family(tiny, model_type, rows):
+    facts = {**TargetSpec.read(tiny).to_dict(), "model_type": model_type, "vocab_size": rows}
+    return TargetSpec.from_dict(facts)
+
+
+def test_mask_tokens_of_known_families_need_not_be_named(tiny_llama):
+    assert known_family(tiny_llama, "qwen3", 151936).resolve_mask_token(None) == 151669
+    assert known_family(tiny_llama, "qwen3_5_text", 248320).resolve_mask_token(None) == 248070
+    assert known_family(tiny_llama, "qwen3", 151936).resolve_mask_token(7) == 7
+
+
+def test_exported_config_says_block_size_and_rope_where_loaders_look():
+    config = small_spec(rope_theta=1e7).to_config()
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 4
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e7
+    assert config["dflash_config"]["target_layer_ids"] == [1, 3, 4]
+    assert config["dflash_config"]["mask_token_id"] == 50
+    assert config["layer_types"] == [SLIDING, FULL]
+    assert config["sliding_window"] == 6
+    assert "is_causal" not in config
+    assert "mrope_section" not in json.dumps(config)
+    assert "partial_rotary_factor" not in json.dumps(config)
+
+
+def test_config_and_spec_are_each_others_inverse():
+    for kinds in [(FULL,), (SLIDING, FULL), (SLIDING, SLIDING)]:
+        spec = small_spec(kinds)
+        assert DrafterSpec.from_config(json.loads(json.dumps(spec.to_config()))) == spec
+
+
+def test_a_published_config_with_block_size_inside_alone_is_read():
+    config = small_spec((FULL,)).to_config()
+    for name in ("block_size", "layer_types", "rope_parameters"):
+        del config[name]
+    assert DrafterSpec.from_config(config) == small_spec((FULL,))
