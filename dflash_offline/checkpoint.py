@@ -7,7 +7,6 @@ bf16; no embedding, no head, no inverse frequencies.
 """
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_offline.drafter import Drafter
+from dflash_offline.files import publish_folder, start_folder
 from dflash_offline.spec import DrafterSpec, read_json
 
 
@@ -37,43 +37,16 @@ class TrainState:
     """Rows taken from the stream by all ranks: the position in the data."""
 
 
-def _sync(path: Path) -> None:
-    """Flush a file, or a folder's entries: a rename alone does not survive power loss."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def publish(unfinished: Path, final: Path) -> None:
-    """Make a complete folder appear under its final name, replacing what is there."""
-    for file in unfinished.iterdir():
-        _sync(file)
-    _sync(unfinished)
-    if final.exists():
-        shutil.rmtree(final)
-    unfinished.rename(final)
-    _sync(final.parent)
-
-
-def _fresh_folder(final: Path) -> Path:
-    unfinished = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
-
-
 def save_checkpoint(run: Path, state: TrainState, config: dict[str, Any], *, keep: int) -> Path:
     """Write RUN/checkpoints/step-N and drop all but the newest `keep`. Rank 0 only."""
     final = run / "checkpoints" / f"step-{state.step:08d}"
-    folder = _fresh_folder(final)
+    folder = start_folder(final)
     tensors = {name: p.detach().contiguous() for name, p in state.drafter.state_dict().items()}
     save_file(tensors, folder / "drafter.safetensors")
     torch.save([o.state_dict() for o in state.optimizers], folder / "optimizer.pt")
     facts = {"step": state.step, "rows": state.rows, "config": config}
     (folder / "state.json").write_text(json.dumps(facts, indent=1))
-    publish(folder, final)
+    publish_folder(folder, final)
     for old in list_checkpoints(run)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -117,7 +90,7 @@ def _load_optimizers(path: Path) -> list[dict[str, Any]]:
 
 def export_drafter(drafter: Drafter, folder: Path) -> None:
     """Write the drafter in z-lab's format; `folder` appears when complete."""
-    unfinished = _fresh_folder(folder)
+    unfinished = start_folder(folder)
     tensors = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
         for name, value in drafter.state_dict().items()
@@ -125,7 +98,7 @@ def export_drafter(drafter: Drafter, folder: Path) -> None:
     save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
     config = json.dumps(drafter.spec.to_config(), indent=2)
     (unfinished / "config.json").write_text(config + "\n")
-    publish(unfinished, folder)
+    publish_folder(unfinished, folder)
 
 
 def load_drafter(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Drafter:

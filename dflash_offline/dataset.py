@@ -30,6 +30,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from dflash_offline.codec import Codec, load_codec
+from dflash_offline.files import sync, write_whole
 from dflash_offline.spec import canonical_hash, read_json
 
 SCHEMA_VERSION = 1
@@ -58,24 +59,6 @@ class Resumption:
     missing: list[str]
     adopted: int
     removed: int
-
-
-def _sync(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """The file appears under its name only when it is complete and on the disk."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_bytes(content)
-    _sync(temporary)
-    temporary.rename(path)
-    _sync(path.parent)
 
 
 def _crc32c_of_file(path: Path) -> int:
@@ -166,7 +149,7 @@ class Dataset:
             }
             facts = json.loads(_json_bytes(facts))  # as it will be read: lists, not tuples
             text = json.dumps({**facts, "sha256": canonical_hash(facts)}, indent=1)
-            _write_whole(path / "dataset.json", text.encode())
+            write_whole(path / "dataset.json", text.encode())
         return cls.open(path, contract=contract)
 
     @classmethod
@@ -268,7 +251,7 @@ class Dataset:
     def publish(self, folder: Path, record: ShardRecord, *, rank: int) -> None:
         """Make a sealed temporary folder the shard of `record`: rename, then the manifest line."""
         folder.rename(self.shard_path(record.name))
-        _sync(folder.parent)
+        sync(folder.parent)
         self._name_in_manifest(record, rank)
 
     def _name_in_manifest(self, record: ShardRecord, rank: int) -> None:
@@ -281,7 +264,7 @@ class Dataset:
             file.write(_manifest_line(record))
             file.flush()
             os.fsync(file.fileno())
-        _sync(manifest.parent)
+        sync(manifest.parent)
 
 
 def _prepare_folder(path: Path) -> None:
@@ -299,7 +282,7 @@ def _write_calibration(path: Path, codec: Codec) -> str | None:
     if not tensors:
         return None
     content = save_tensors(tensors)
-    _write_whole(path / "calibration.safetensors", content)
+    write_whole(path / "calibration.safetensors", content)
     return sha256(content).hexdigest()
 
 
@@ -322,12 +305,12 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> int:
     for path in (path for path in paths if path.is_file()):
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "crc32c": _crc32c_of_file(path)}
-        _sync(path)
+        sync(path)
     content = _json_bytes({**facts, "files": files})
     (folder / "COMMIT.json").write_bytes(content)
-    _sync(folder / "COMMIT.json")
+    sync(folder / "COMMIT.json")
     for path in (folder, *(path for path in paths if path.is_dir())):
-        _sync(path)
+        sync(path)
     return int(google_crc32c.value(content))
 
 

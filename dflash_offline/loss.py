@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from dflash_offline.anchors import Blocks
 
 TOP = (1, 4, 8)
-_CHUNK_ROWS = 2048
+# Logits held at once, by kind of device: chunks this size keep a GPU busy; on a CPU larger ones
+# would be fresh memory every time, and touching it first costs more than the arithmetic.
+_CHUNK_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 22}
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -35,15 +37,16 @@ class _HeadCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
         ranks = torch.empty_like(labels_R)
         gradient = torch.empty_like(hidden_RD)
-        for start in range(0, len(labels_R), _CHUNK_ROWS):
-            part = slice(start, start + _CHUNK_ROWS)
+        rows = max(1, _CHUNK_LOGITS[hidden_RD.device.type] // head_VD.shape[0])
+        for start in range(0, len(labels_R), rows):
+            part = slice(start, start + rows)
             logits = F.linear(hidden_RD[part], head_VD).float()
             labels, weights = labels_R[part, None], weights_R[part, None]
             own = logits.gather(1, labels)
             ranks[part] = label_ranks(logits, labels, own)
-            log_sum = logits.logsumexp(1, keepdim=True)
-            loss += ((log_sum - own) * weights).sum()
-            d_logits = (logits - log_sum).exp_().mul_(weights)
+            log_probs = logits.log_softmax(1)
+            loss -= (log_probs.gather(1, labels) * weights).sum()
+            d_logits = log_probs.exp_().mul_(weights)
             d_logits.scatter_add_(1, labels, -weights)
             gradient[part] = d_logits.to(head_VD.dtype) @ head_VD
         ctx.save_for_backward(gradient)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +20,8 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
+
+Item = TypeVar("Item")
 
 # Where nobody watches (a pipe, a log file) a bar is noise: a line this often keeps silence away.
 _LINE_SECONDS = 15.0
@@ -108,14 +110,6 @@ def summary_table(title: str, facts: Mapping[str, Any]) -> None:
     Console().print(table)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
 class Log:
     """A run's log: a JSON line a step in `path`, and the same as a line for the eye.
 
@@ -149,3 +143,42 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m{whole % 60:02}s"
     return f"{minutes}m{whole % 60:02}s" if minutes else f"{seconds:.1f}s"
+
+
+class Pace:
+    """What the time since the last log line was spent on, and what is left.
+
+    The first step of a process compiles, so the time left is told by the steps after it.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.started = self._since = time.monotonic()
+        self._first_step = self._last_step = step
+        self._first_step_took = 0.0
+        self._waited = 0.0
+
+    def wait_for(self, items: Iterator[Item]) -> Item:
+        """The next item; the time until it is there counts as waiting for data."""
+        started = time.monotonic()
+        item = next(items)
+        self._waited += time.monotonic() - started
+        return item
+
+    def facts(self, step: int, steps: int, tokens_per_step: int) -> dict[str, float]:
+        """Rates since the last call, which is best made after the first step and then rarely."""
+        now = time.monotonic()
+        seconds, done = max(now - self._since, 1e-9), step - self._last_step
+        if self._last_step == self._first_step:
+            self._first_step_took = seconds
+        later_steps = step - self._first_step - 1
+        later_seconds = now - self.started - self._first_step_took
+        per_step = later_seconds / later_steps if later_steps > 0 else seconds / max(done, 1)
+        facts = {
+            "elapsed": now - self.started,
+            "tokens_per_second": done * tokens_per_step / seconds,
+            "seconds_per_step": seconds / max(done, 1),
+            "data_wait": self._waited / seconds,
+            "eta": per_step * (steps - step),
+        }
+        self._since, self._waited, self._last_step = now, 0.0, step
+        return facts

@@ -17,8 +17,9 @@ from dflash_offline.acceptance import (
 from dflash_offline.checkpoint import load_drafter
 from dflash_offline.config import EvaluateConfig
 from dflash_offline.contract import check_drafter, check_same_target
+from dflash_offline.files import write_json
 from dflash_offline.loss import TOP
-from dflash_offline.metrics import progress, write_json
+from dflash_offline.metrics import progress
 from dflash_offline.shards import ShardSet
 from dflash_offline.spec import TargetSpec
 from dflash_offline.target import FrozenEnds

@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
 from dflash_offline.config import ExtractConfig
 from dflash_offline.conversations import Corpus, Document, read_documents
-from dflash_offline.metrics import progress, say, write_json
+from dflash_offline.files import write_json
+from dflash_offline.metrics import progress, say
 from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
 from dflash_offline.shards import Dataset, ShardReader, ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids

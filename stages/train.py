@@ -23,8 +23,9 @@ from dflash_offline.checkpoint import (
 from dflash_offline.config import TrainConfig
 from dflash_offline.contract import check_mask_token, check_same_target
 from dflash_offline.drafter import Drafter
+from dflash_offline.files import write_json
 from dflash_offline.loss import BlockLoss
-from dflash_offline.metrics import Log, duration, progress, say, write_json
+from dflash_offline.metrics import Log, Pace, duration, progress, say
 from dflash_offline.optim import make_optimizers, rate, set_rate
 from dflash_offline.packing import RowStream
 from dflash_offline.prefetch import prefetch
@@ -182,6 +183,8 @@ def start_or_resume(setup: Setup) -> TrainState:
         say(f"warning: --resume, but {config.output} holds no checkpoint; starting from scratch")
     if world.device.type == "cuda":
         drafter.compile_layers()
+        if world.is_first:
+            say("compiling for fixed shapes in the first step: minutes, unless it is cached")
     return state
 
 
@@ -273,36 +276,6 @@ def quality(sums: BlockLoss, prefix: str = "") -> dict[str, float]:
     }
 
 
-class Pace:
-    """Time since the last log line: what it was spent on, and what is left."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.started = self._since = time.monotonic()
-        self._first_step = self._last_step = state.step
-        self._waited = 0.0
-
-    def wait_for(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        """The next batches; the time until they are there counts as waiting for data."""
-        started = time.monotonic()
-        ready = next(batches)
-        self._waited += time.monotonic() - started
-        return ready
-
-    def facts(self, state: TrainState, config: TrainConfig) -> dict[str, float]:
-        now = time.monotonic()
-        seconds, steps = max(now - self._since, 1e-9), state.step - self._last_step
-        overall = (now - self.started) / max(state.step - self._first_step, 1)
-        facts = {
-            "elapsed": now - self.started,
-            "tokens_per_second": steps * config.rows_per_step * config.row_tokens / seconds,
-            "seconds_per_step": seconds / max(steps, 1),
-            "data_wait": self._waited / seconds,
-            "eta": overall * (config.steps - state.step),
-        }
-        self._since, self._waited, self._last_step = now, 0.0, state.step
-        return facts
-
-
 class SkippedSteps:
     """Steps whose gradient was not finite and changed nothing; too many in a row end the run."""
 
@@ -325,7 +298,7 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     if world.is_first:
         write_json(config.output / "config.json", resolved_config(setup))
     stream = RowStream(setup.shards.lengths.tolist(), config.row_tokens, seed=config.seed)
-    pace, skipped = Pace(state), SkippedSteps()
+    pace, skipped = Pace(state.step), SkippedSteps()
     heldout: dict[str, float] = {}
     log_path = config.output / "log.jsonl" if world.is_first else None
     with Log(log_path) as log, prefetch(feed(setup, state.rows, stream)) as batches:
@@ -363,7 +336,7 @@ def log_step(
         "gradient_norm": result.gradient_norm,
         "skipped_steps": skipped.total,
         "epoch": epoch,
-        **pace.facts(state, config),
+        **pace.facts(state.step, config.steps, config.rows_per_step * config.row_tokens),
     }
     line = (
         f"{duration(facts['elapsed']):>8}  step {state.step:,}/{config.steps:,}  "

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    0: {"__init__", "config", "spec", "world", "metrics", "prefetch"},
+    0: {"__init__", "config", "spec", "world", "metrics", "prefetch", "files"},
     1: {"conversations", "codec", "mask", "target", "optim"},
     2: {"drafter", "dataset", "planning"},
     3: {"shards", "checkpoint"},
