@@ -14,7 +14,8 @@ $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[demo,dev]"
+	# setuptools warns of the source folders beside the package, which are meant to be there.
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable ".[demo,dev]"
 	# z-lab's reference client, for tests: its pins are for its own benchmarks, not for its model.
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
 	if command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install --quiet --editable ".[gpu]"; fi

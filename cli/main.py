@@ -47,8 +47,19 @@ def main(args: list[str] | None = None) -> Any:
     except (click.Abort, KeyboardInterrupt):
         click.echo("stopped on request", err=True)
         sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)  # whoever read the output, `head` say, has seen enough
     except (ValueError, OSError) as error:
         # One line even where a library's message has several.
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; it is not imported here
+            raise
+        click.echo(
+            f"Error: the GPU's memory is full ({str(error).split('.')[0]}); lower --batch-tokens "
+            "or, in training, --anchors or --row-tokens",
+            err=True,
+        )
         sys.exit(1)
     sys.exit(0)

@@ -52,6 +52,7 @@ class Config:
 
 
 DEVICES = ("auto", "cuda", "cpu")
+LARGEST_SEED = 2**31 - 1
 CODECS = ("int8", "raw")
 
 
@@ -73,7 +74,7 @@ class ExtractConfig(Config):
         16_384, "Tokens that calibrate the codec, drawn from the whole corpus.", minimum=1
     )
     dtype: str = knob("bfloat16", "Precision the target runs in.", choices=("bfloat16", "float32"))
-    seed: int = knob(0, "Seed of the calibration sample.", minimum=0)
+    seed: int = knob(0, "Seed of the calibration sample.", minimum=0, maximum=LARGEST_SEED)
     device: str = knob("auto", "Where the target runs.", choices=DEVICES)
     trust_remote_code: bool = knob(False, "Run Python code that the target's folder brings along.")
 
@@ -126,7 +127,7 @@ class TrainConfig(Config):
     keep_checkpoints: int = knob(2, "Newest checkpoints that stay.", minimum=1)
     log_every: int = knob(10, "Steps between log lines.", minimum=1)
     resume: bool = knob(False, "Go on from the newest checkpoint in --output.")
-    seed: int = knob(0, "Seed of weights, order and anchors.", minimum=0)
+    seed: int = knob(0, "Seed of weights, order and anchors.", minimum=0, maximum=LARGEST_SEED)
     device: str = knob("auto", "Where the drafter trains.", choices=DEVICES)
 
     def __post_init__(self) -> None:

@@ -55,6 +55,11 @@ def current_world(device: str) -> World:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     if device == "cpu" or not has_cuda:
         return World(rank, local_rank, size, torch.device("cpu"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: torch sees "
+            f"{torch.cuda.device_count()}; start fewer processes on this host"
+        )
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
     return World(rank, local_rank, size, chosen)

@@ -29,7 +29,10 @@ from dflash_offline.world import current_world
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Write `config.output` (evaluation.json) and return the headline facts."""
     started = time.monotonic()
-    device = current_world(config.device).device
+    world = current_world(config.device)
+    if world.size > 1:
+        raise ValueError("evaluate runs in one process; start it without torchrun")
+    device = world.device
     dtype = getattr(torch, config.dtype)
     shards = ShardSet(config.shards)
     drafter = load_drafter(config.drafter, device=device, dtype=dtype)

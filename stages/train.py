@@ -163,6 +163,10 @@ def describe(setup: Setup, mask_tokens_in_prompts: int) -> None:
     cut = int((shards.lengths > config.row_tokens).sum())
     if cut:
         say(f"warning: {cut:,} documents are longer than --row-tokens and are cut to it")
+    trained_on = {path.resolve() for path in config.shards}
+    for path in config.eval_shards:
+        if path.resolve() in trained_on:
+            say(f"warning: {path} is trained on, so its held-out figures mean nothing")
     if mask_tokens_in_prompts:
         say(f"warning: the mask token stands {mask_tokens_in_prompts:,} times in prompts")
 
@@ -215,14 +219,16 @@ def feed(setup: Setup, first_row: int, stream: RowStream) -> Iterator[list[Batch
 class StepResult:
     sums: BlockLoss
     gradient_norm: float
-    skipped: bool
+    skipped: str
+    """Why the step changed nothing; empty if it did its work."""
 
 
 def train_step(setup: Setup, state: TrainState, batches: list[Batch]) -> StepResult:
     """One optimizer step over the rows of all ranks: sums of gradients over one global weight."""
     config, world = setup.config, setup.world
-    weight = torch.tensor(sum(b.weight for b in batches), dtype=torch.float64).to(world.device)
-    scale = 1.0 / max(float(world.sum_(weight)), 1e-6)
+    own_weight = torch.tensor(sum(b.weight for b in batches), dtype=torch.float64)
+    weight = float(world.sum_(own_weight.to(world.device)))
+    scale = 1.0 / max(weight, 1e-6)
     total = None
     for batch in batches:
         loss = row_loss(state.drafter, setup.ends, batch, scale)
@@ -234,15 +240,17 @@ def train_step(setup: Setup, state: TrainState, batches: list[Batch]) -> StepRes
     sums = BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
 
     norm = torch.nn.utils.clip_grad_norm_(state.drafter.parameters(), config.clip)
-    finite = bool(torch.isfinite(norm))
+    skipped = "no token to learn" if weight == 0 else ""
+    if not torch.isfinite(norm):
+        skipped = "gradient not finite"
     set_rate(state.optimizers, rate(state.step, config.steps, config.warmup))
     for optimizer in state.optimizers:
-        if finite:
+        if not skipped:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.rows += config.rows_per_step
-    return StepResult(sums, float(norm), skipped=not finite)
+    return StepResult(sums, float(norm), skipped)
 
 
 @torch.no_grad()
@@ -277,18 +285,19 @@ def quality(sums: BlockLoss, prefix: str = "") -> dict[str, float]:
 
 
 class SkippedSteps:
-    """Steps whose gradient was not finite and changed nothing; too many in a row end the run."""
+    """Steps that changed nothing; too many in a row end the run."""
 
     def __init__(self) -> None:
         self.total = self._in_a_row = 0
 
     def count(self, result: StepResult, step: int) -> None:
-        self.total += result.skipped
+        self.total += bool(result.skipped)
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if self._in_a_row >= _MAX_SKIPPED_STEPS:
             raise ValueError(
-                f"the gradient was not finite {self._in_a_row} steps in a row (to step {step}); "
-                "lower --lr or look at the shards with inspect-shard"
+                f"{self._in_a_row} steps in a row changed nothing (to step {step}, the last: "
+                f"{result.skipped}); lower --lr, raise --row-tokens, or look at the shards with "
+                "inspect-shard"
             )
 
 

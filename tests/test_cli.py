@@ -118,6 +118,27 @@ def test_taps_out_of_range_are_one_sentence(tiny_llama, tmp_path, capsys):
     assert outcome(extract_args(tiny_llama, data, tmp_path, *more), capsys)[0] == 2
 
 
+def test_a_full_gpu_is_one_sentence_and_a_bug_is_a_traceback(monkeypatch, capsys):
+    import torch
+
+    from dflash_offline.cli import main as module
+
+    def raises(error):
+        def fail(**_):
+            raise error
+
+        monkeypatch.setattr(module.cli, "main", fail)
+        return outcome(["train"], capsys)
+
+    code, _, err = raises(torch.OutOfMemoryError("Tried to allocate 9 GiB. GPU 0 ..."))
+    assert code == 1
+    assert "Tried to allocate 9 GiB" in err
+    assert "--anchors" in err
+    assert raises(BrokenPipeError())[0] == 1
+    with pytest.raises(RuntimeError, match="a bug"):
+        raises(RuntimeError("a bug"))
+
+
 def test_several_files_after_one_option(tiny_llama, tmp_path, capsys):
     files = []
     for name in ("a", "b"):

@@ -196,3 +196,13 @@ def test_cut_weights_and_empty_folder_are_refused(tiny_llama, tmp_path):
     )
     with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
         FrozenEnds.load(tmp_path, device="cpu", dtype=torch.bfloat16)
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
+    parts = build_tiny_target(tmp_path / "parts", "llama", shard_size="100KB")
+    index = parts / "model.safetensors.index.json"
+    facts = json.loads(index.read_text())
+    facts["weight_map"]["lm_head.weight"] = "../secret.safetensors"
+    index.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"names '\.\./secret\.safetensors'"):
+        FrozenEnds.load(parts, device="cpu", dtype=torch.bfloat16)

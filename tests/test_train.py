@@ -158,6 +158,25 @@ def test_one_conversation_is_learnt_to_full_acceptance(tiny_llama, tmp_path):
     ]
 
 
+def test_evaluating_on_what_is_trained_on_is_warned_of(stores, tmp_path, capsys):
+    train(config(stores, tmp_path, steps=1, eval_shards=stores["shards"]))
+    assert "is trained on" in capsys.readouterr().err
+    train(config(stores, tmp_path / "other", steps=1))
+    assert "is trained on" not in capsys.readouterr().err
+
+
+def test_an_untied_target_is_exported_as_untied_and_a_tied_one_as_tied(
+    stores, tiny_qwen3, tmp_path
+):
+    train(config(stores, tmp_path / "untied", steps=1))
+    store = (make_store(tmp_path / "store", tiny_qwen3, random_documents(3)),)
+    tied = {"shards": store, "eval_shards": store, "target": tiny_qwen3}
+    train(config(tied, tmp_path / "tied", steps=1))
+    for run, expected in (("untied", False), ("tied", True)):
+        exported = json.loads((tmp_path / run / "drafter" / "config.json").read_text())
+        assert exported["tie_word_embeddings"] is expected
+
+
 def test_the_run_folder_holds_log_config_and_an_export_without_strangers(stores, tmp_path):
     summary = train(config(stores, tmp_path, steps=2, keep_checkpoints=1, save_every=1))
     assert summary["steps"] == 2
@@ -206,5 +225,14 @@ def test_a_gradient_that_is_never_finite_ends_the_run_and_keeps_the_weights(
         return torch.tensor(float("nan"))
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", not_finite)
-    with pytest.raises(ValueError, match=r"not finite .* in a row"):
+    with pytest.raises(ValueError, match=r"in a row changed nothing .* not finite"):
         train(config(stores, tmp_path, steps=50))
+
+
+def test_rows_without_a_token_to_learn_end_the_run_instead_of_training_on_nothing(
+    stores, tiny_llama, tmp_path
+):
+    ids = torch.arange(5, 45)
+    silent = (make_store(tmp_path / "silent", tiny_llama, [(ids, torch.arange(40) > 37)] * 3),)
+    with pytest.raises(ValueError, match=r"no token to learn.*--row-tokens"):
+        train(config(stores, tmp_path / "run", shards=silent, row_tokens=20, steps=50))
