@@ -96,6 +96,18 @@ class BlockLoss:
         """One flat tensor, so that a reduction over ranks is one collective."""
         return torch.cat([value.detach().float().flatten() for value in vars(self).values()])
 
+    def ratios(self, prefix: str = "") -> dict[str, float]:
+        """Readable quotients, for a log.
+
+        `streak` is the mean leading run of hits plus one, the target's own token: 1 means that no
+        first draft was right.
+        """
+        slots = max(float(self.slots_K.sum()), 1.0)
+        hits = [float(count) / slots for count in self.top_hits_3K.sum(1)]
+        streak = 1.0 + float(self.run) / max(float(self.blocks), 1.0)
+        names = ("accuracy", *(f"top{k}" for k in TOP[1:]), "streak")
+        return {prefix + name: value for name, value in zip(names, (*hits, streak), strict=True)}
+
     @staticmethod
     def packed_size(block_size: int) -> int:
         return 4 + 6 * block_size

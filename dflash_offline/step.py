@@ -1,4 +1,4 @@
-"""One row from the shards to its loss: what training and held-out evaluation share.
+"""One row from the shards to its loss, and one optimizer step over the rows of all ranks.
 
 Letters: S row positions, M = taps * hidden, A anchor slots, K block size.
 """
@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_offline.anchors import Blocks, eligible_positions, make_blocks, sample_anchors
+from dflash_offline.checkpoint import TrainState
 from dflash_offline.drafter import Drafter
 from dflash_offline.loss import BlockLoss, block_loss
 from dflash_offline.mask import Mask, attention_mask, block_mask_mod
+from dflash_offline.optim import set_rate
 from dflash_offline.packing import load_row, load_taps
 from dflash_offline.shards import ShardSet
 from dflash_offline.spec import DrafterSpec
 from dflash_offline.target import FrozenEnds
+from dflash_offline.world import World
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,53 @@ def row_loss(drafter: Drafter, ends: FrozenEnds, batch: Batch, scale: float) -> 
         masks=layer_masks(batch, drafter.spec),
     )
     return block_loss(hidden[0], ends.lm_head, blocks, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step saw, summed over all ranks."""
+
+    sums: BlockLoss
+    """`sums.loss` is the mean loss: it was divided by the global weight."""
+    gradient_norm: float
+    skipped: str
+    """Why the step changed nothing; empty if it did its work."""
+
+
+def train_step(
+    state: TrainState,
+    batches: Sequence[Batch],
+    *,
+    ends: FrozenEnds,
+    world: World,
+    rate: float,
+    clip: float,
+) -> StepResult:
+    """One step: the sum of the gradients of all rows of all ranks, over one global weight.
+
+    The weight is known before the first forward pass, so no rank's share counts too much. A step
+    without weight or with a gradient that is not finite leaves parameters and optimizers alone.
+    """
+    own_weight = torch.tensor(sum(b.weight for b in batches), dtype=torch.float64)
+    weight = float(world.sum_(own_weight.to(world.device)))
+    packed = []
+    for batch in batches:
+        sums = row_loss(state.drafter, ends, batch, 1.0 / max(weight, 1e-6))
+        sums.loss.backward()
+        packed.append(sums.packed())
+    world.sum_gradients(state.drafter.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(state.drafter.parameters(), clip)
+
+    skipped = "no token to learn" if weight == 0 else ""
+    if not torch.isfinite(norm):
+        skipped = "gradient not finite"
+    set_rate(state.optimizers, rate)
+    for optimizer in state.optimizers:
+        if not skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    total = world.sum_(torch.stack(packed).sum(0))
+    return StepResult(
+        BlockLoss.unpacked(total, state.drafter.spec.block_size), float(norm), skipped
+    )

@@ -26,12 +26,12 @@ from dflash_offline.drafter import Drafter
 from dflash_offline.files import write_json
 from dflash_offline.loss import BlockLoss
 from dflash_offline.metrics import Log, Pace, duration, progress, say
-from dflash_offline.optim import make_optimizers, rate, set_rate
+from dflash_offline.optim import make_optimizers, rate
 from dflash_offline.packing import RowStream
 from dflash_offline.prefetch import prefetch
 from dflash_offline.shards import ShardSet
 from dflash_offline.spec import DrafterSpec, TargetSpec
-from dflash_offline.step import Batch, RowShape, load_batch, row_loss
+from dflash_offline.step import Batch, RowShape, StepResult, load_batch, row_loss, train_step
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import World, current_world, join, leave
 
@@ -215,44 +215,6 @@ def feed(setup: Setup, first_row: int, stream: RowStream) -> Iterator[list[Batch
         first_row += config.rows_per_step
 
 
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    sums: BlockLoss
-    gradient_norm: float
-    skipped: str
-    """Why the step changed nothing; empty if it did its work."""
-
-
-def train_step(setup: Setup, state: TrainState, batches: list[Batch]) -> StepResult:
-    """One optimizer step over the rows of all ranks: sums of gradients over one global weight."""
-    config, world = setup.config, setup.world
-    own_weight = torch.tensor(sum(b.weight for b in batches), dtype=torch.float64)
-    weight = float(world.sum_(own_weight.to(world.device)))
-    scale = 1.0 / max(weight, 1e-6)
-    total = None
-    for batch in batches:
-        loss = row_loss(state.drafter, setup.ends, batch, scale)
-        loss.loss.backward()
-        packed = loss.packed()
-        total = packed if total is None else total + packed
-    assert total is not None
-    world.sum_gradients(state.drafter.parameters())
-    sums = BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
-
-    norm = torch.nn.utils.clip_grad_norm_(state.drafter.parameters(), config.clip)
-    skipped = "no token to learn" if weight == 0 else ""
-    if not torch.isfinite(norm):
-        skipped = "gradient not finite"
-    set_rate(state.optimizers, rate(state.step, config.steps, config.warmup))
-    for optimizer in state.optimizers:
-        if not skipped:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    state.step += 1
-    state.rows += config.rows_per_step
-    return StepResult(sums, float(norm), skipped)
-
-
 @torch.no_grad()
 def evaluate_heldout(setup: Setup, state: TrainState) -> BlockLoss:
     """Sums over the first held-out rows, the same rows and anchors every time."""
@@ -266,22 +228,6 @@ def evaluate_heldout(setup: Setup, state: TrainState) -> BlockLoss:
             total += row_loss(state.drafter, setup.ends, batch, 1.0).packed()
             bar.advance()
     return BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
-
-
-def quality(sums: BlockLoss, prefix: str = "") -> dict[str, float]:
-    """Readable ratios of the sums. `streak` counts the target's own token: 1 = no draft was right.
-
-    `sums.loss` is already divided by the global weight in training, not in evaluation.
-    """
-    slots = max(float(sums.slots_K.sum()), 1.0)
-    top1, top4, top8 = (float(hits) / slots for hits in sums.top_hits_3K.sum(1))
-    streak = 1.0 + float(sums.run) / max(float(sums.blocks), 1.0)
-    return {
-        f"{prefix}accuracy": top1,
-        f"{prefix}top4": top4,
-        f"{prefix}top8": top8,
-        f"{prefix}streak": streak,
-    }
 
 
 class SkippedSteps:
@@ -312,7 +258,12 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     log_path = config.output / "log.jsonl" if world.is_first else None
     with Log(log_path) as log, prefetch(feed(setup, state.rows, stream)) as batches:
         while state.step < config.steps:
-            result = train_step(setup, state, pace.wait_for(batches))
+            share = rate(state.step, config.steps, config.warmup)
+            batch = pace.wait_for(batches)
+            result = train_step(
+                state, batch, ends=setup.ends, world=world, rate=share, clip=config.clip
+            )
+            state.rows += config.rows_per_step
             skipped.count(result, state.step)
 
             last = state.step == config.steps
@@ -340,7 +291,7 @@ def log_step(
     facts: dict[str, Any] = {
         "step": state.step,
         "loss": float(result.sums.loss),
-        **quality(result.sums),
+        **result.sums.ratios(),
         "rate": rate(state.step - 1, config.steps, config.warmup),
         "gradient_norm": result.gradient_norm,
         "skipped_steps": skipped.total,
@@ -359,7 +310,7 @@ def log_step(
 
 def log_heldout(log: Log, state: TrainState, sums: BlockLoss) -> dict[str, float]:
     loss = float(sums.loss) / max(float(sums.weight), 1e-6)
-    facts = {"heldout_loss": loss, **quality(sums, "heldout_")}
+    facts = {"heldout_loss": loss, **sums.ratios("heldout_")}
     log.write(
         {"step": state.step, **facts},
         f"held-out at step {state.step:,}: loss {loss:.3f}  acc {facts['heldout_accuracy']:.3f}  "
