@@ -102,13 +102,14 @@ def build_report(
 def _by_document(shards: ShardSet, outcomes: list[Outcome]) -> list[dict[str, Any]]:
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(outcome.request.document, []).append(outcome)
+        index = shards.document_index(outcome.request.document)
+        groups.setdefault(index, []).append(outcome)
     return [
         {
-            "id": shards.document_index(document),
+            "id": index,
             "acceptance_length": mean_acceptance(group)[0],
             "cycles": sum(o.cycles for o in group),
             "tokens": sum(o.tokens for o in group),
         }
-        for document, group in groups.items()
+        for index, group in sorted(groups.items())
     ]

@@ -98,10 +98,11 @@ def run(tmp_path_factory, prompts, answers):
     stores = (folder / "shards",)
     train(
         TrainConfig(
-            shards=stores, eval_shards=stores, target=TARGET, output=folder / "run", steps=40,
+            shards=stores, eval_shards=stores, target=TARGET, output=folder / "run", steps=20,
+            optimizer="muon", muon_lr=0.02, lr=3e-3,
             mask_token_id=MASK_TOKEN, block_size=BLOCK, layers=2, sliding_layers=1, heads=4,
             kv_heads=2, head_dim=64, mlp_width=256, sliding_window=32, row_tokens=256, anchors=32,
-            rows_per_step=1, lr=3e-3, log_every=20, device="cpu",
+            rows_per_step=1, log_every=20, device="cpu",
         )
     )  # fmt: skip
     evaluate(
@@ -197,5 +198,5 @@ def test_the_client_earns_the_acceptance_lengths_that_evaluate_reports(
                 gained, cycles = min(gained + produced, len(answer) - 1), cycles + 1
         assert (documents[index]["tokens"], documents[index]["cycles"]) == (gained, cycles)
     lengths = [d["acceptance_length"] for d in documents.values()]
-    assert max(lengths) > 1.5, "the drafter learnt something, so the comparison means something"
+    assert 1.5 < max(lengths) < BLOCK, "the comparison saw hits and misses"
     assert report["acceptance_length"] == pytest.approx(sum(lengths) / len(lengths))
