@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "dflash_offline.cli.train",
     "evaluate": "dflash_offline.cli.evaluate",
     "inspect-shard": "dflash_offline.cli.inspect_shard",
+    "verify": "dflash_offline.cli.verify",
 }
 
 

@@ -53,7 +53,7 @@ class Config:
 
 DEVICES = ("auto", "cuda", "cpu")
 LARGEST_SEED = 2**31 - 1
-CODECS = ("int8", "raw")
+CODECS = ("int8", "lossless", "raw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +158,14 @@ class EvaluateConfig(Config):
         "bfloat16", "Precision the drafter runs in.", choices=("bfloat16", "float32")
     )
     device: str = knob("auto", "Where the drafter runs.", choices=DEVICES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(Config):
+    """A full check of a data set."""
+
+    repair: bool = knob(False, "Set bad shards aside, so that the next extract redoes them.")
+    json: bool = knob(False, "One JSON object instead of text.")
 
 
 @dataclass(frozen=True, kw_only=True)

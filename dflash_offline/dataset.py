@@ -266,6 +266,33 @@ class Dataset:
             os.fsync(file.fileno())
         sync(manifest.parent)
 
+    def set_aside(self, name: str) -> Path:
+        """Take a shard out of the data set, so that the next extract writes it again.
+
+        Its manifest lines go first: from then on no reader trusts it. The folder, if there is one,
+        is kept for a look under bad/.
+        """
+        for manifest in sorted((self.path / "manifest").glob("rank-*.jsonl")):
+            lines = manifest.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _line_shard(line) != name]
+            if len(kept) < len(lines):
+                write_whole(manifest, b"".join(kept))
+        aside = self.path / "bad" / f"{name}-{uuid.uuid4().hex[:8]}"
+        if self.shard_path(name).exists():
+            aside.parent.mkdir(exist_ok=True)
+            self.shard_path(name).rename(aside)
+            sync(self.shard_path(name).parent)
+        return aside
+
+
+def _line_shard(line: bytes) -> str | None:
+    """The shard that a manifest line names; None if it cannot be told."""
+    try:
+        name = json.loads(line)["name"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return name if isinstance(name, str) else None
+
 
 def _prepare_folder(path: Path) -> None:
     """The empty frame of a new data set. Traces of a start that was killed may be there."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import zarr
 from torch import Tensor
-from zarr.codecs import Crc32cCodec
+from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from dflash_offline.codec import ArraySpec, Codec
 from dflash_offline.dataset import (
@@ -35,6 +35,7 @@ from dflash_offline.dataset import (
     seal,
 )
 from dflash_offline.dataset import Dataset as Dataset  # part of this module's interface
+from dflash_offline.direct import PlaneFiles
 from dflash_offline.spec import TargetSpec
 
 if TYPE_CHECKING:  # its tokenizers take seconds to import
@@ -65,7 +66,8 @@ def _create_array(group: Any, name: str, rows: int, spec: ArraySpec) -> Any:
         chunks=(chunk_rows, *spec.shape_per_token),
         shards=(ZARR_SHARD_TOKENS, *spec.shape_per_token) if is_plane else None,
         filters=None,
-        compressors=[Crc32cCodec()],
+        # crc32c is last: what is read is checked before it is inflated.
+        compressors=[*([ZstdCodec(level=1)] if spec.compressed else []), Crc32cCodec()],
         fill_value=spec.fill,
         attributes={"logical_dtype": spec.logical_dtype or spec.dtype},
     )
@@ -218,6 +220,11 @@ class ShardReader:
         self.attributes: dict[str, Any] = dict(self._group.attrs)
         specs = self.codec.arrays() | _TOKEN_ARRAYS | _DOCUMENT_ARRAYS
         self._arrays = {name: self._open_array(name, spec) for name, spec in specs.items()}
+        self._direct = {
+            name: self._files(name, spec)
+            for name, spec in self.codec.arrays().items()
+            if not spec.compressed
+        }
         self.offsets = self._read("offsets", 0, record.documents + 1)
         self.document_index = self._read("document_index", 0, record.documents)
         self.supervised = self._read("supervised", 0, record.documents).long()
@@ -237,6 +244,14 @@ class ShardReader:
             raise damage(self.path, name, f"is {found} instead of {spec.dtype} {shape}")
         return array
 
+    def _files(self, name: str, spec: ArraySpec) -> PlaneFiles:
+        """The plane's files for reading without zarr, as its metadata lays them out."""
+        array = self._arrays[name]
+        return PlaneFiles(
+            self.path / name, spec.shape_per_token, array.dtype, array.chunks[0], array.shards[0],
+            spec.fill,
+        )  # fmt: skip
+
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         array = self._arrays[name]
         # zarr reads a file that is gone as fill values, so look for it before each read.
@@ -244,8 +259,9 @@ class ShardReader:
         for chunk in range(start // step, -(-stop // step)):
             file = "/".join([name, "c", str(chunk), *["0"] * (array.ndim - 1)])
             check_sizes(self.path, {file: self.files.get(file, {"bytes": -1})})
+        direct = self._direct.get(name)
         try:
-            return torch.from_numpy(array[start:stop])
+            return torch.from_numpy(direct.read(start, stop) if direct else array[start:stop])
         except ValueError as error:
             what = f"is damaged in rows {start} to {stop} ({error})"
             raise damage(self.path, name, what) from None

@@ -45,18 +45,39 @@ def decode_by_loop(codes, scales, channel_scale, group):
     return values
 
 
-def test_raw_restores_every_bit_pattern():
+@pytest.mark.parametrize("name", ["raw", "lossless"])
+def test_exact_codecs_restore_every_bit_pattern(name):
     taps = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.bfloat16).reshape(-1, 2, 16)
-    codec = make_codec("raw", layers=2, width=16)
+    codec = make_codec(name, layers=2, width=16)
     planes = codec.encode(taps)
-    assert planes["bits"].dtype == torch.uint16
+    for plane, spec in codec.arrays().items():
+        assert str(planes[plane].dtype) == f"torch.{spec.dtype}"
+        assert planes[plane].shape == (len(taps), *spec.shape_per_token)
     assert torch.equal(codec.decode(planes).view(torch.int16), taps.view(torch.int16))
 
 
-def test_raw_takes_a_strided_view():
+@pytest.mark.parametrize("name", ["raw", "lossless"])
+def test_exact_codecs_take_a_strided_view(name):
     taps = bf16_states(4, 6, 8)[:, ::2]
-    codec = make_codec("raw", layers=3, width=8)
+    codec = make_codec(name, layers=3, width=8)
     assert torch.equal(codec.decode(codec.encode(taps)), taps)
+
+
+def test_lossless_planes_are_exponent_and_sign_with_mantissa():
+    taps = bf16_states(9, 2, 32) * 3.0
+    planes = make_codec("lossless", layers=2, width=32).encode(taps)
+    mantissa, exponent = np.frexp(taps.float().numpy())  # mantissa in [0.5, 1)
+    assert np.array_equal(planes["exponents"].numpy(), exponent + 126)
+    rest = planes["signs_mantissas"].numpy()
+    assert np.array_equal(rest >= 128, mantissa < 0)
+    assert np.array_equal((rest & 127) / 128, np.abs(mantissa) * 2 - 1)
+
+
+def test_fill_values_are_taken_by_no_finite_state():
+    finite = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.bfloat16)
+    finite = finite[finite.isfinite()].reshape(-1, 1, 32)
+    planes = make_codec("lossless", layers=1, width=32).encode(finite)
+    assert int(planes["exponents"].max()) < 0xFF
 
 
 def test_int8_decodes_as_a_loop_over_codes_and_scales_does():
@@ -178,7 +199,7 @@ def test_non_finite_calibration_is_refused(bad):
 
 def test_codec_survives_recipe_and_tensors():
     taps = bf16_states(40, 2, 64)
-    for name in ("raw", "int8"):
+    for name in ("raw", "lossless", "int8"):
         codec = make_codec(name, layers=2, width=64, calibration=taps)
         again = load_codec(codec.recipe(), codec.tensors()).to("cpu")
         planes = codec.encode(taps)

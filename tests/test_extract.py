@@ -186,6 +186,8 @@ def test_int8_shards_stay_close_and_say_how_close(tmp_path, tiny_qwen35):
     data = tmp_path / "data.jsonl"
     write_chats(data)
     raw = extract(config(tiny_qwen35, data, tmp_path / "raw", codec="raw"))
+    extract(config(tiny_qwen35, data, tmp_path / "lossless", codec="lossless"))
+    assert_same(documents_of(tmp_path / "lossless"), documents_of(tmp_path / "raw"))
     coded = extract(config(tiny_qwen35, data, tmp_path / "int8", calibration_tokens=90))
     exact, near = documents_of(tmp_path / "raw"), documents_of(tmp_path / "int8")
     for index, (_, _, exact_TLD) in exact.items():

@@ -129,8 +129,9 @@ def bf16_from_bits(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def test_raw_data_set_gives_back_ids_masks_and_states_bit_for_bit(tmp_path, small_files):
-    data = make_dataset(tmp_path / "data", codec="raw")
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_exact_data_set_gives_back_ids_masks_and_states_bit_for_bit(tmp_path, small_files, codec):
+    data = make_dataset(tmp_path / "data", codec=codec)
     write_shard(data, "shard-000000", DOCUMENTS[:2])
     write_shard(data, "shard-000001", DOCUMENTS[2:])
     stored = ShardSet([tmp_path / "data"])
@@ -180,6 +181,24 @@ def test_plain_zarr_and_a_numpy_loop_read_an_int8_shard(dataset):
         assert torch.equal(stored.taps(2 + i), torch.from_numpy(np.stack(rows)).bfloat16())
 
 
+def test_plain_zarr_reads_a_lossless_shard_and_zstd_shrinks_its_exponents_only(tmp_path):
+    data = make_dataset(tmp_path / "data", codec="lossless")
+    document = make_document(3, 2000)
+    write_shard(data, "shard-000000", [document])
+    group = zarr.open_group(data.shard_path("shard-000000"), mode="r")
+    exponents, rest = group["exponents"][:].astype(np.uint16), group["signs_mantissas"][:]
+    bits = (rest.astype(np.uint16) & 0x80) << 8 | exponents << 7 | (rest & 0x7F)
+    assert np.array_equal(bits.view(np.int16), make_taps(document).view(torch.int16).numpy())
+    sizes = {
+        plane: sum(p.stat().st_size for p in (data.shard_path("shard-000000") / plane).rglob("*"))
+        for plane in ("exponents", "signs_mantissas")
+    }
+    values = exponents.size
+    # A normal variable's exponent has an entropy of some 2.5 bits.
+    assert sizes["exponents"] < 0.5 * values
+    assert sizes["signs_mantissas"] > values
+
+
 def test_every_chain_ends_in_crc32c_and_files_hold_many_chunks(dataset):
     metadata = dataset.shard_path("shard-000001").rglob("zarr.json")
     arrays = [json.loads(path.read_text()) for path in metadata]
@@ -220,7 +239,7 @@ def test_shard_without_documents_counts_as_done_and_reads_as_nothing(dataset):
     assert len(ShardSet([dataset.path])) == 5
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("codec", ["raw", "lossless", "int8"])
 def test_zeros_are_written_and_not_left_out_as_fill_values(tmp_path, codec):
     data = make_dataset(tmp_path / "data", codec=codec)
     nothing = torch.zeros(40, LAYERS, WIDTH, dtype=torch.bfloat16)
@@ -428,6 +447,20 @@ def read_everything(path):
     for i in range(len(stored)):
         stored.tokens(i)
         stored.taps(i)
+
+
+def test_flipped_bit_in_a_compressed_chunk_is_refused(tmp_path):
+    data = make_dataset(tmp_path / "data", codec="lossless")
+    write_shard(data, "shard-000000", [make_document(3, 300)])
+    read_everything(data.path)
+    for plane in ("exponents", "signs_mantissas"):
+        (file,) = (data.shard_path("shard-000000") / plane / "c").rglob("*/0/0")
+        for place in (5, 900):
+            flip_bit(file, place)
+            with pytest.raises(ValueError, match=f"shard shard-000000: .*{plane}"):
+                read_everything(data.path)
+            flip_bit(file, place)  # and back
+    read_everything(data.path)
 
 
 @pytest.mark.parametrize("file", FILES)
