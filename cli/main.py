@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from typing import Any
+from typing import NoReturn
 
 import click
 
@@ -38,7 +38,7 @@ def cli() -> None:
     """Train DFlash drafters offline: extract hidden states once, then train over the shards."""
 
 
-def main(args: list[str] | None = None) -> Any:
+def main(args: list[str] | None = None) -> NoReturn:
     """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage."""
     try:
         cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)

@@ -36,7 +36,7 @@ def _is_many(hint: Any) -> bool:
 
 
 def _option(rule: Field[Any], hint: Any) -> Callable[[Command], Command]:
-    if get_origin(hint) in (types.UnionType,):  # `int | None` -> int
+    if get_origin(hint) is types.UnionType:  # `int | None` -> int
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     has_default = rule.default is not MISSING
     settings: dict[str, Any] = {"help": rule.metadata["help"], "required": not has_default}
@@ -91,7 +91,8 @@ def _repeat_option(args: Sequence[str], many: set[str]) -> list[str]:
     has_value = False
     for arg in args:
         if arg.startswith("-"):
-            current, has_value = (arg if arg in many else None), False
+            name, equals, _ = arg.partition("=")
+            current, has_value = (name if name in many else None), bool(equals)
         elif current is not None:
             if has_value:
                 spelled.append(current)

@@ -6,7 +6,8 @@ plus one, the target's own token, and moves on by that; the last cycle counts on
 turn's end. Because the stored tokens are the target's greedy answers, replay needs no target
 forward: a draft is right where it equals the stored token.
 
-Requests run side by side, one block each, against a context cache made once per request.
+Requests run side by side, one block each, against a context cache made once per request. So the
+rule of mask.py is written once more here, for one block per row; tests compare both with z-lab's.
 Letters: B requests, S context, K block size, M = taps * hidden, V vocabulary.
 """
 
@@ -67,13 +68,18 @@ class _Batch:
     """Requests decoded side by side; finished ones are dropped when they are the majority."""
 
     def __init__(
-        self, drafter: Drafter, ends: FrozenEnds, shards: ShardSet, requests: Sequence[Request]
+        self,
+        drafter: Drafter,
+        ends: FrozenEnds,
+        shards: ShardSet,
+        requests: Sequence[Request],
+        block_size: int,
     ) -> None:
-        self.drafter, self.ends = drafter, ends
+        self.drafter, self.ends, self.block_size = drafter, ends, block_size
         self.device, dtype = ends.embedding.device, ends.embedding.dtype
         size = max(r.stop for r in requests)
         spec = drafter.spec
-        ids = torch.zeros(len(requests), size + spec.block_size, dtype=torch.long)
+        ids = torch.zeros(len(requests), size + block_size, dtype=torch.long)
         taps = torch.zeros(
             len(requests),
             size,
@@ -101,8 +107,8 @@ class _Batch:
         self.stops_B, self.which_B = self.stops_B[active], self.which_B[active]
         self.cache = [(keys[active], values[active]) for keys, values in self.cache]
 
-    def _masks(self, block_size: int) -> dict[str, Tensor]:
-        spec, device = self.drafter.spec, self.device
+    def _masks(self) -> dict[str, Tensor]:
+        spec, device, block_size = self.drafter.spec, self.device, self.block_size
         slots_K = torch.arange(block_size, device=device)
         context_S = torch.arange(self.size, device=device)
         before_BKS = (context_S < self.anchors_B[:, None, None]).expand(-1, block_size, -1)
@@ -118,18 +124,18 @@ class _Batch:
             masks["sliding_attention"] = torch.cat((before_BKS & near, causal), -1)[:, None]
         return masks
 
-    def draft(self, block_size: int) -> tuple[Tensor, Tensor]:
+    def draft(self) -> tuple[Tensor, Tensor]:
         """(ranks, supervised) [B, K] of one cycle: the rank of each slot's true token."""
         spec = self.drafter.spec
-        places_BK = self.anchors_B[:, None] + torch.arange(block_size, device=self.device)
-        labels_BK = self.ids_BS.gather(1, places_BK.clamp(max=self.ids_BS.shape[1] - 1))
+        places_BK = self.anchors_B[:, None] + torch.arange(self.block_size, device=self.device)
+        labels_BK = self.ids_BS.gather(1, places_BK)
         blocks_BK = torch.full_like(labels_BK, spec.mask_token_id)
         blocks_BK[:, 0] = labels_BK[:, 0]
         hidden = self.drafter.draft(
             F.embedding(blocks_BK, self.ends.embedding),
             block_positions_BQ=places_BK,
             cache=self.cache,
-            masks=self._masks(block_size),
+            masks=self._masks(),
         )
         ranks_BK = torch.zeros_like(labels_BK)
         ranks_BK[:, 1:] = _ranks(hidden[:, 1:], self.ends.lm_head, labels_BK[:, 1:])
@@ -150,7 +156,7 @@ def _ranks(hidden_BKD: Tensor, head_VD: Tensor, labels_BK: Tensor) -> Tensor:
 
 
 def batch_requests(requests: Sequence[Request], budget: int) -> list[list[Request]]:
-    """Requests of similar length together, at most `budget` padded context tokens each."""
+    """Requests of similar length together, within `budget` padded tokens or one by one."""
     batches: list[list[Request]] = []
     for request in sorted(requests, key=lambda r: r.stop):
         if batches and request.stop * (len(batches[-1]) + 1) <= budget:
@@ -178,11 +184,11 @@ def replay(
     found: dict[Request, Outcome] = {}
     sums: dict[str, Tensor] = {}
     for members in batch_requests(requests, batch_tokens):
-        batch = _Batch(drafter, ends, shards, members)
+        batch = _Batch(drafter, ends, shards, members, block_size)
         tokens = torch.zeros(len(members), dtype=torch.long, device=batch.device)
         cycles = torch.zeros_like(tokens)
         while len(batch.anchors_B):
-            ranks, supervised = batch.draft(block_size)
+            ranks, supervised = batch.draft()
             active = batch.anchors_B < batch.stops_B - 1
             hits = (ranks == 0) & supervised
             run = hits[:, 1:].int().cumprod(1).sum(1)

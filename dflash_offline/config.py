@@ -84,7 +84,7 @@ class TrainConfig(Config):
     """Stage two: shards -> drafter."""
 
     shards: tuple[Path, ...] = knob(help="Data sets to train on.")
-    eval_shards: tuple[Path, ...] = knob(help="Held-out data sets, never trained on.")
+    eval_shards: tuple[Path, ...] = knob(help="Held-out data sets, to evaluate on while training.")
     target: Path = knob(help="Folder of the target; only embedding and lm_head are read.")
     output: Path = knob(help="Run folder: checkpoints, log, final drafter.")
     mask_token_id: int | None = knob(
@@ -117,7 +117,7 @@ class TrainConfig(Config):
     clip: float = knob(1.0, "Largest norm of the whole gradient.", minimum=0)
     gamma: float | None = knob(
         None,
-        "Decay of slot weights, in slots. Default: 7, 5, 4 for blocks of 16, 10, 8.",
+        "Decay of slot weights, in slots. Default: 7 for blocks of 16, else half the block.",
         minimum=1e-3,
     )
     precision: str = knob("bf16", "Precision of the drafter's matmuls.", choices=("bf16", "fp32"))

@@ -63,8 +63,9 @@ class Counts:
     cut_answers: int = 0
     """Answers with finish_reason "length": their end-of-turn token is not supervised."""
     thinking_turns: int = 0
+    """Turns with reasoning, where the template has the choice."""
     plain_turns: int = 0
-    """Turns with and without reasoning, where the template has the choice."""
+    """Turns without, where the template has the choice."""
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -128,6 +129,15 @@ def read_documents(
     return Corpus(documents, counts, {name: d.hexdigest() for name, d in digests.items()})
 
 
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The folder's tokenizer. ValueError if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:  # their messages fill a paragraph
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{folder} holds no tokenizer to use: {reason}") from None
+
+
 class ChatTemplate:
     """The target's tokenizer and chat template, loaded when the first chat needs them."""
 
@@ -138,13 +148,7 @@ class ChatTemplate:
 
     @cached_property
     def tokenizer(self) -> Any:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self._folder, trust_remote_code=self._trust_remote_code
-            )
-        except (OSError, ValueError) as error:  # their messages fill a paragraph
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"{self._folder} holds no tokenizer to use: {reason}") from None
+        tokenizer = load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
         if not tokenizer.chat_template:
             raise ValueError(f"{self._folder} has no chat template; add one or give input_ids")
         return tokenizer

@@ -343,8 +343,8 @@ def seal(folder: Path, facts: Mapping[str, Any]) -> int:
 
 def damage(folder: Path, file: str, what: str) -> ValueError:
     return ValueError(
-        f"shard {folder.name}: {folder / file} {what}; delete the shard's folder and its line in "
-        f"{folder.parent.parent / 'manifest'}, then run extract again"
+        f"shard {folder.name}: {folder / file} {what}; run dflash-offline verify --repair "
+        f"{folder.parent.parent}, then run extract again"
     )
 
 

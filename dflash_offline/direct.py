@@ -9,6 +9,7 @@ entropy coder is in the chain, zarr's own reader is used instead; both are teste
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -24,12 +25,12 @@ class PlaneFiles:
 
     folder: Path
     row_shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     chunk_rows: int
     file_rows: int
     fill: int
 
-    def read(self, start: int, stop: int) -> NDArray:
+    def read(self, start: int, stop: int) -> NDArray[Any]:
         """Rows start..stop-1. ValueError names the file whose checksum or index is wrong."""
         first, last = start // self.chunk_rows, -(-stop // self.chunk_rows)
         whole = np.empty(((last - first) * self.chunk_rows, *self.row_shape), self.dtype)
@@ -41,7 +42,7 @@ class PlaneFiles:
         offset = first * self.chunk_rows
         return whole[start - offset : stop - offset]
 
-    def _read_file(self, file: int, first_chunk: int, chunks: NDArray) -> None:
+    def _read_file(self, file: int, first_chunk: int, chunks: NDArray[Any]) -> None:
         path = self.folder.joinpath("c", str(file), *["0"] * len(self.row_shape))
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -56,7 +57,7 @@ class PlaneFiles:
         finally:
             os.close(descriptor)
 
-    def _index(self, descriptor: int, path: Path) -> NDArray:
+    def _index(self, descriptor: int, path: Path) -> NDArray[Any]:
         index = np.empty((self.file_rows // self.chunk_rows, 2), "<u8")
         start = os.fstat(descriptor).st_size - index.nbytes - _CRC_BYTES
         if start < 0:
@@ -65,10 +66,10 @@ class PlaneFiles:
         return index
 
 
-def _read_checked(descriptor: int, offset: int, into: NDArray, path: Path) -> None:
+def _read_checked(descriptor: int, offset: int, into: NDArray[Any], path: Path) -> None:
     """Fill `into` from the file and compare it with the crc32c that follows it there."""
     stored = bytearray(_CRC_BYTES)
-    done = os.preadv(descriptor, [into, stored], offset)
+    done = os.preadv(descriptor, [into.data, stored], offset)
     if done != into.nbytes + _CRC_BYTES:
         raise ValueError(f"{path} ends in the middle of a chunk")
     if google_crc32c.value(into) != int.from_bytes(stored, "little"):

@@ -73,10 +73,10 @@ def label_ranks(logits_RV: Tensor, labels_R1: Tensor, own_R1: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BlockLoss:
-    """Sums over blocks, all float32 on the device; add them over ranks and micro-batches."""
+    """Sums over blocks, on the device; add them over ranks and micro-batches."""
 
     loss: Tensor
-    """[]: sum of weight * cross-entropy."""
+    """[]: sum of weight * cross-entropy, times the `scale` that block_loss was given."""
     weight: Tensor
     """[]: sum of weights."""
     slots_K: Tensor
@@ -130,12 +130,12 @@ def hit_sums(ranks_AK: Tensor, supervised_AK: Tensor) -> dict[str, Tensor]:
     alive = F.pad(hits[:, 1:-1], (2, 0), value=True).int().cumprod(1).bool() & supervised_AK
     top = torch.stack([((ranks_AK < k) & supervised_AK).sum(0) for k in TOP])
     return {
-        "slots_K": supervised_AK.sum(0).float(),
-        "top_hits_3K": top.float(),
-        "reached_K": alive.sum(0).float(),
-        "reached_hits_K": (alive & hits).sum(0).float(),
-        "blocks": supervised_AK.any(1).sum().float(),
-        "run": (alive & hits).sum().float(),
+        "slots_K": supervised_AK.sum(0),
+        "top_hits_3K": top,
+        "reached_K": alive.sum(0),
+        "reached_hits_K": (alive & hits).sum(0),
+        "blocks": supervised_AK.any(1).sum(),
+        "run": (alive & hits).sum(),
     }
 
 

@@ -7,7 +7,7 @@ A query at slot j of the block anchored at row position a sees
   2. its own block: both ways in a full layer, only slots j' <= j in a sliding one;
   3. nothing else. An invalid block sees only itself, so no softmax is over an empty set.
 
-One rule, two uses: flex_attention (CUDA) takes it as it is; on the CPU, where flex_attention has
+One rule, two forms: flex_attention (CUDA) takes it as it is; on the CPU, where flex_attention has
 no backward, scaled_dot_product_attention takes it spelled out. Anchors are sorted, so that the
 context tiles flex must visit are dense.
 """

@@ -111,7 +111,7 @@ def summary_table(title: str, facts: Mapping[str, Any]) -> None:
 
 
 class Log:
-    """A run's log: a JSON line a step in `path`, and the same as a line for the eye.
+    """A run's log: JSON lines in `path`, and the same as lines for the eye.
 
     Opened for appending and flushed line by line: a killed run keeps what it logged.
     """
@@ -122,7 +122,8 @@ class Log:
     def write(self, entry: Mapping[str, Any], line: str) -> None:
         if self._file is None:
             return
-        self._file.write(json.dumps(entry) + "\n")
+        finite = {k: None if v != v or v in (math.inf, -math.inf) else v for k, v in entry.items()}
+        self._file.write(json.dumps(finite) + "\n")  # NaN and inf are not JSON
         self._file.flush()
         say(line)
 

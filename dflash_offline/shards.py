@@ -26,6 +26,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from dflash_offline.codec import ArraySpec, Codec
 from dflash_offline.dataset import (
     SCHEMA_VERSION,
+    Dataset,
     ShardRecord,
     check_checksums,
     check_sizes,
@@ -34,9 +35,8 @@ from dflash_offline.dataset import (
     read_commit,
     seal,
 )
-from dflash_offline.dataset import Dataset as Dataset  # part of this module's interface
 from dflash_offline.direct import PlaneFiles
-from dflash_offline.spec import TargetSpec
+from dflash_offline.spec import TargetSpec, canonical_hash
 
 if TYPE_CHECKING:  # its tokenizers take seconds to import
     from dflash_offline.conversations import Document
@@ -266,6 +266,12 @@ class ShardReader:
             what = f"is damaged in rows {start} to {stop} ({error})"
             raise damage(self.path, name, what) from None
 
+    @property
+    def bytes(self) -> int:
+        """All of the shard on disk."""
+        commit = (self.path / "COMMIT.json").stat().st_size
+        return commit + sum(facts["bytes"] for facts in self.files.values())
+
     @cached_property
     def input_ids(self) -> Tensor:
         """int32 [N]"""
@@ -340,6 +346,20 @@ class ShardSet:
         if key not in self._codecs:
             self._codecs[key] = dataset.codec.to(device)
         return self._codecs[key]
+
+    def data_set(self, i: int) -> Path:
+        """The data set that document i is in."""
+        return self._shards[self._find(i)[0]][0].path
+
+    def identity(self) -> str:
+        """Hash of all that gives the content its meaning, and of the shards that are there."""
+        contracts = {}
+        for dataset, _ in self._shards:
+            unnamed = {**dataset.contract["target"], "name": ""}
+            contracts[dataset.path] = canonical_hash({**dataset.contract, "target": unnamed})
+        return canonical_hash(
+            [[contracts[d.path], record.name, record.commit_crc32c] for d, record in self._shards]
+        )
 
     def document_index(self, i: int) -> int:
         """The document's place in the corpus that it was extracted from."""

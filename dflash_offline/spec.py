@@ -24,6 +24,7 @@ MASK_TOKEN_IDS = {
 }
 
 _EDGE_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,16 +37,14 @@ _TOKENIZER_FILES = (
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
-def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """z-lab's rule: `count` layers spread evenly from layer 1 to the third from last."""
-    if num_layers < count + 3:
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """z-lab's rule: five layers spread evenly from layer 1 to the third from last."""
+    if num_layers < 8:
         raise ValueError(
-            f"{num_layers} layers are too few to spread {count} taps by z-lab's rule; "
+            f"{num_layers} layers are too few to spread five taps by z-lab's rule; "
             "name them with --target-layer-ids"
         )
-    if count == 1:
-        return (num_layers // 2,)
-    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    return tuple(round(1 + i * (num_layers - 4) / 4) for i in range(5))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,7 +76,10 @@ def _hash_files(folder: Path, names: tuple[str, ...]) -> str:
 
 
 def _weight_digest_parts(path: Path) -> Iterator[bytes]:
-    """Header, size, first and last MiB: enough to tell models apart, seconds for 50 GB."""
+    """Header, size, both ends and evenly spread samples: tells models apart without reading them.
+
+    A fine-tune that leaves both ends alone still moves the weights between. A second for 50 GB.
+    """
     size = path.stat().st_size
     yield path.name.encode() + struct.pack("<Q", size)
     with path.open("rb") as file:
@@ -86,6 +88,9 @@ def _weight_digest_parts(path: Path) -> Iterator[bytes]:
         if not 0 < header_size <= size - 8:
             raise ValueError(f"{path} is not a safetensors file: its header is cut or missing")
         yield prefix + file.read(header_size) + file.read(_EDGE_BYTES)
+        for i in range(_SAMPLES):
+            file.seek(size * i // _SAMPLES)
+            yield file.read(_SAMPLE_BYTES)
         file.seek(max(size - _EDGE_BYTES, 0))
         yield file.read(_EDGE_BYTES)
 
@@ -117,13 +122,13 @@ class TargetSpec:
     model_type: str
     num_layers: int
     hidden_size: int
-    mlp_width: int
+    mlp_width: int | None
+    """None where no layer has a dense MLP (mixtures of experts)."""
     vocab_size: int
     """Rows of the embedding, which may exceed the tokenizer's ids."""
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
-    tie_word_embeddings: bool
     bos_token_id: int | None
     pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -139,6 +144,7 @@ class TargetSpec:
         # Multimodal wrappers (Qwen3.5/3.6) keep the language model's facts one level down.
         text = config.get("text_config", config)
         rope = text.get("rope_parameters") or {}
+        rope = rope.get("full_attention", rope)  # some families have one for each kind of layer
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.is_file() else {}
         stops = _token_ids(generation.get("eos_token_id")) + _token_ids(text.get("eos_token_id"))
@@ -149,14 +155,11 @@ class TargetSpec:
                 model_type=text["model_type"],
                 num_layers=text["num_hidden_layers"],
                 hidden_size=text["hidden_size"],
-                mlp_width=text["intermediate_size"],
+                mlp_width=text.get("intermediate_size"),
                 vocab_size=text["vocab_size"],
                 rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 10_000.0))),
                 max_position_embeddings=text["max_position_embeddings"],
-                tie_word_embeddings=bool(
-                    config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-                ),
                 bos_token_id=text.get("bos_token_id"),
                 pad_token_id=text.get("pad_token_id"),
                 eos_token_ids=tuple(dict.fromkeys(stops)),
@@ -232,10 +235,6 @@ class DrafterSpec:
     @property
     def layers(self) -> int:
         return len(self.layer_types)
-
-    def window(self, layer: int) -> int | None:
-        """Context positions that a layer sees; None: all. Sliding layers are causal in a block."""
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def to_config(self) -> dict[str, Any]:
         """z-lab's config.json. Block size and RoPE stand in both places that loaders look at.

@@ -74,7 +74,7 @@ class TappedTarget:
         text.num_hidden_layers = depth
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:depth]
-        with _only_errors():  # the weights left out on purpose would fill a screen
+        with _quiet():  # the weights left out on purpose would fill a screen
             tower, loading = AutoModel.from_pretrained(
                 folder,
                 config=text,
@@ -115,7 +115,7 @@ class TappedTarget:
             return None
         return (
             "warning: this hybrid target runs its delta rule in plain torch, about half as fast "
-            "as it could; pip install 'dflash-offline[gpu]' brings the kernels (fla-core)"
+            "as it could; pip install '.[gpu]' in its repository brings the kernels (fla-core)"
         )
 
     def _keeper(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -157,13 +157,19 @@ def _implementation(function: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def _only_errors() -> Iterator[None]:
-    before = transformers_logging.get_verbosity()
+def _quiet() -> Iterator[None]:
+    """No warnings of transformers', and no progress bar where nobody watches."""
+    verbosity = transformers_logging.get_verbosity()
+    hide_bar = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     transformers_logging.set_verbosity_error()
+    if hide_bar:
+        transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        transformers_logging.set_verbosity(verbosity)
+        if hide_bar:
+            transformers_logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Who this process is among the ranks, and sums over them.
 
-A world of one needs no launcher. Under torchrun or srun the usual environment variables name the
-rank; collectives run over NCCL on GPUs and gloo on CPUs.
+A world of one needs no launcher. Under torchrun, or a launcher that sets the same variables (RANK,
+WORLD_SIZE, LOCAL_RANK), they name the rank; collectives run over NCCL on GPUs and gloo on CPUs.
 """
 
 import os
@@ -17,7 +17,6 @@ class World:
     """Rank facts. `device` is where this rank computes."""
 
     rank: int
-    local_rank: int
     size: int
     device: torch.device
 
@@ -48,13 +47,18 @@ def current_world(device: str) -> World:
 
     Raises ValueError if `device` is cuda and there is none.
     """
+    if "RANK" not in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
+        raise ValueError(
+            f"srun started this as task {os.environ['SLURM_PROCID']}, but RANK is not set; start "
+            "one torchrun per node, or set RANK, WORLD_SIZE and LOCAL_RANK"
+        )
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
     if device == "cpu" or not has_cuda:
-        return World(rank, local_rank, size, torch.device("cpu"))
+        return World(rank, size, torch.device("cpu"))
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} has no GPU of its own: torch sees "
@@ -62,7 +66,7 @@ def current_world(device: str) -> World:
         )
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
-    return World(rank, local_rank, size, chosen)
+    return World(rank, size, chosen)
 
 
 def join(world: World) -> None:

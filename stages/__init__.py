@@ -1,1 +1,1 @@
-"""The programs: extract, train, evaluate. Each is one page that tells its story."""
+"""The programs, each a page that tells its story: extract, train, evaluate, inspect, verify."""

@@ -1,4 +1,4 @@
-"""Stage three: what acceptance length does a drafter earn on held-out documents?"""
+"""What acceptance length does a drafter earn on held-out documents?"""
 
 import time
 from dataclasses import asdict
@@ -102,14 +102,15 @@ def build_report(
 def _by_document(shards: ShardSet, outcomes: list[Outcome]) -> list[dict[str, Any]]:
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
-        index = shards.document_index(outcome.request.document)
-        groups.setdefault(index, []).append(outcome)
-    return [
+        groups.setdefault(outcome.request.document, []).append(outcome)
+    documents = [
         {
-            "id": index,
+            "id": shards.document_index(document),
+            "shards": str(shards.data_set(document)),
             "acceptance_length": mean_acceptance(group)[0],
             "cycles": sum(o.cycles for o in group),
             "tokens": sum(o.tokens for o in group),
         }
-        for index, group in sorted(groups.items())
+        for document, group in groups.items()
     ]
+    return sorted(documents, key=lambda d: (d["shards"], d["id"]))

@@ -24,10 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
 from dflash_offline.config import ExtractConfig
 from dflash_offline.conversations import Corpus, Document, read_documents
+from dflash_offline.dataset import Dataset
 from dflash_offline.files import write_json
 from dflash_offline.metrics import progress, say
 from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
-from dflash_offline.shards import Dataset, ShardReader, ShardWriter
+from dflash_offline.shards import ShardReader, ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.target import TappedTarget
 from dflash_offline.world import World, current_world
@@ -65,9 +66,9 @@ def extract(config: ExtractConfig) -> dict[str, Any]:
     setup = prepare(config)
     dataset = open_dataset(setup)
     missing = resume(setup, dataset)
-    if missing:
-        write_shards(setup, dataset, missing)
-    return summarize(setup, dataset, missing, time.monotonic() - started)
+    writing = write_shards(setup, dataset, missing) if missing else 0.0
+    summary = summarize(setup, dataset, missing, writing)
+    return {**summary, "seconds": time.monotonic() - started}
 
 
 def prepare(config: ExtractConfig) -> Setup:
@@ -219,9 +220,13 @@ def resume(setup: Setup, dataset: Dataset) -> list[str]:
     return found.missing
 
 
-def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> None:
-    """Run the target over the shards' documents, encode on its device, write and commit."""
+def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
+    """Run the target over the shards' documents, encode on its device, write and commit.
+
+    Returns the seconds it took, the loading of the target left out.
+    """
     target, codec = setup.target, dataset.codec.to(setup.world.device)
+    started = time.monotonic()
     tokens = sum(len(document) for name in names for document in setup.plan[name])
     with progress("extracting", total=tokens, unit="tok") as bar:
         for name in names:
@@ -233,6 +238,7 @@ def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> None:
                         writer.append(documents, planes, facts_NL4)
                     bar.advance(sum(map(len, batch)))
                 writer.commit()
+    return time.monotonic() - started
 
 
 def encode(codec: Codec, taps_NLD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -267,32 +273,43 @@ def keep_sound(
 def summarize(
     setup: Setup, dataset: Dataset, written: Sequence[str], seconds: float
 ) -> dict[str, Any]:
-    """What stands on the disk of this rank's shards, and what became of the conversations."""
+    """What became of the conversations, and what stands on the disk of this rank's shards."""
     records = dataset.committed()
     own = [records[name] for name in setup.own_shards]
-    readers = [ShardReader(dataset, record) for record in own]
-    documents, tokens = sum(r.documents for r in own), sum(r.tokens for r in own)
-    planned = sum(len(setup.plan[r.name]) for r in own)
+    planned, documents = sum(len(setup.plan[r.name]) for r in own), sum(r.documents for r in own)
     if planned and not documents:
         raise ValueError(_all_broken(planned))
-    size = sum(facts["bytes"] for reader in readers for facts in reader.files.values())
-    bf16_size = tokens * len(setup.layer_ids) * setup.spec.hidden_size * 2
-    errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.attributes["taps"]]
-    counts = asdict(setup.corpus.counts)
-    dropped = counts.pop("dropped")
+    tokens_now = sum(record.tokens for record in own if record.name in written)
+    world = setup.world
     return {
-        **counts,
-        **{f"dropped ({reason})": count for reason, count in dropped.items()},
-        "documents": documents,
-        "broken_documents": planned - documents,
-        "tokens": tokens,
-        "supervised_tokens": sum(r.supervised for r in own),
+        **(_corpus_facts(setup.corpus) if world.is_first else {}),
+        **({"shards of rank": f"{world.rank} of {world.size}"} if world.size > 1 else {}),
         "shards": len(own),
         "shards_written_now": len(written),
+        "documents": documents,
+        "broken_documents": planned - documents,
+        **_disk_facts(setup, [ShardReader(dataset, record) for record in own]),
+        "tokens_per_second": tokens_now / max(seconds, 1e-9),
+        "written to": str(setup.config.output),
+    }
+
+
+def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
+    """Counts over all files, whatever the number of ranks."""
+    counts = {name: value for name, value in vars(corpus.counts).items() if name != "dropped"}
+    dropped = corpus.counts.dropped
+    return {**counts, **{f"dropped ({why})": n for why, n in sorted(dropped.items())}}
+
+
+def _disk_facts(setup: Setup, readers: Sequence[ShardReader]) -> dict[str, Any]:
+    tokens = sum(reader.record.tokens for reader in readers)
+    size = sum(reader.bytes for reader in readers)
+    bf16_size = tokens * len(setup.layer_ids) * setup.spec.hidden_size * 2
+    errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.attributes["taps"]]
+    return {
+        "tokens": tokens,
+        "supervised_tokens": sum(reader.record.supervised for reader in readers),
         "bytes_per_token": size / max(tokens, 1),
         "ratio_to_bf16": bf16_size / max(size, 1),
         "relative_error_p99": max(errors, default=0.0),
-        "tokens_per_second": sum(r.tokens for r in own if r.name in written) / seconds,
-        "seconds": seconds,
-        "written to": str(setup.config.output),
     }

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dflash_offline.config import InspectConfig
-from dflash_offline.conversations import ChatTemplate
+from dflash_offline.conversations import load_tokenizer
 from dflash_offline.dataset import Dataset, ShardRecord
 from dflash_offline.shards import ShardReader
 from dflash_offline.spec import TargetSpec
@@ -71,7 +71,7 @@ def inspect(path: Path, config: InspectConfig) -> Inspection:
     lengths = torch.cat([reader.offsets.diff() for reader in readers])
     tokens = int(lengths.sum())
     supervised = sum(record.supervised for record in records)
-    size = sum(_bytes(reader) for reader in readers)
+    size = sum(reader.bytes for reader in readers)
     payload = sum(_payload_bytes(reader) for reader in readers)
     states = dataset.codec.layers * dataset.codec.width
     return Inspection(
@@ -118,11 +118,6 @@ def _find(path: Path) -> tuple[Dataset, list[ShardRecord]]:
     return dataset, filled
 
 
-def _bytes(reader: ShardReader) -> int:
-    commit = (reader.path / "COMMIT.json").stat().st_size
-    return commit + sum(facts["bytes"] for facts in reader.files.values())
-
-
 def _payload_bytes(reader: ShardReader) -> int:
     chunks = tuple(f"{plane}/c/" for plane in reader.codec.arrays())
     return sum(f["bytes"] for name, f in reader.files.items() if name.startswith(chunks))
@@ -157,4 +152,4 @@ def _tokenizer(dataset: Dataset, folder: Path) -> Any:
             f"--target {folder} has another tokenizer ({target.tokenizer_hash[:12]}) than the "
             f"target that was extracted ({stored[:12]})"
         )
-    return ChatTemplate(folder, target, trust_remote_code=False).tokenizer
+    return load_tokenizer(folder)

@@ -76,7 +76,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         raise ValueError(
             f"--rows-per-step {config.rows_per_step} is no multiple of the {world.size} ranks"
         )
-    if config.output.exists() and list_checkpoints(config.output) and not config.resume:
+    if list_checkpoints(config.output) and not config.resume:
         raise ValueError(
             f"{config.output} already holds a run; go on with --resume or choose another --output"
         )
@@ -111,6 +111,9 @@ def drafter_spec(
     tied: bool,
 ) -> DrafterSpec:
     """The drafter's shape. Its RoPE is plain even where the target's is partial or M-RoPE."""
+    mlp_width = config.mlp_width or target.mlp_width
+    if mlp_width is None:
+        raise ValueError(f"{target.name} has no dense MLP to copy the width of; name --mlp-width")
     sliding = config.layers - 1 if config.sliding_layers is None else config.sliding_layers
     kinds = ["sliding_attention"] * sliding + ["full_attention"] * (config.layers - sliding)
     return DrafterSpec(
@@ -120,7 +123,7 @@ def drafter_spec(
         num_target_layers=target.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        mlp_width=config.mlp_width or target.mlp_width,
+        mlp_width=mlp_width,
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -193,26 +196,46 @@ def start_or_resume(setup: Setup) -> TrainState:
 
 
 # Knobs that may change between a run and its continuation without changing what is learnt.
-_FREE_KNOBS = {"shards", "eval_shards", "target", "output", "resume", "device"} | {
-    *("log_every", "save_every", "keep_checkpoints", "eval_every", "eval_rows")
+_FREE_KNOBS = {
+    "shards",
+    "eval_shards",
+    "target",
+    "output",
+    "resume",
+    "device",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_rows",
 }
 
 
 def resumable_facts(setup: Setup) -> dict[str, Any]:
     """What a checkpoint must agree with, besides the tensors' shapes."""
     knobs = {k: v for k, v in asdict(setup.config).items() if k not in _FREE_KNOBS}
-    shards = setup.shards
-    data = {"documents": len(shards), "tokens": int(shards.lengths.sum())}
-    return {**knobs, "target": shards.target.content_hash, "data": data}
+    return {**knobs, "content of --shards": setup.shards.identity()}
 
 
-def feed(setup: Setup, first_row: int, stream: RowStream) -> Iterator[list[Batch]]:
-    """This rank's rows of each step, from `first_row` on. Row n is the same whoever takes it."""
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """This rank's rows of one step; `epoch`: how many epochs are done after it."""
+
+    batches: list[Batch]
+    epoch: float
+
+
+def feed(setup: Setup, first_row: int) -> Iterator[StepRows]:
+    """The rows of each step, from `first_row` on. Row n is the same whoever takes it."""
     config, world = setup.config, setup.world
+    stream = RowStream(setup.shards.lengths.tolist(), config.row_tokens, seed=config.seed)
     while True:
         rows = range(first_row + world.rank, first_row + config.rows_per_step, world.size)
-        yield [setup.batch(setup.shards, stream[n], config.seed * _SEED_STRIDE + n) for n in rows]
+        batches = [
+            setup.batch(setup.shards, stream[n], config.seed * _SEED_STRIDE + n) for n in rows
+        ]
         first_row += config.rows_per_step
+        yield StepRows(batches, stream.epoch(first_row))
 
 
 @torch.no_grad()
@@ -252,60 +275,54 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     config, world = setup.config, setup.world
     if world.is_first:
         write_json(config.output / "config.json", resolved_config(setup))
-    stream = RowStream(setup.shards.lengths.tolist(), config.row_tokens, seed=config.seed)
+        if state.step == config.steps:
+            say("this run is finished already; exporting its drafter again")
     pace, skipped = Pace(state.step), SkippedSteps()
-    heldout: dict[str, float] = {}
+    first_step = state.step + 1
+    quality: dict[str, float] = {}
     log_path = config.output / "log.jsonl" if world.is_first else None
-    with Log(log_path) as log, prefetch(feed(setup, state.rows, stream)) as batches:
+    with Log(log_path) as log, prefetch(feed(setup, state.rows)) as steps:
         while state.step < config.steps:
+            rows = pace.wait_for(steps)
             share = rate(state.step, config.steps, config.warmup)
-            batch = pace.wait_for(batches)
             result = train_step(
-                state, batch, ends=setup.ends, world=world, rate=share, clip=config.clip
+                state, rows.batches, ends=setup.ends, world=world, rate=share, clip=config.clip
             )
             state.rows += config.rows_per_step
             skipped.count(result, state.step)
 
             last = state.step == config.steps
-            if state.step % config.log_every == 0 or state.step == 1 or last:
-                log_step(log, setup, state, result, skipped, pace, stream.epoch(state.rows))
+            if state.step % config.log_every == 0 or state.step == first_step or last:
+                extra = {"rate": share, "skipped_steps": skipped.total, "epoch": rows.epoch}
+                tokens = config.rows_per_step * config.row_tokens
+                extra |= pace.facts(state.step, config.steps, tokens)
+                log_step(log, state.step, config.steps, result, extra)
             if state.step % config.eval_every == 0 or last:
-                heldout = log_heldout(log, state, evaluate_heldout(setup, state))
+                quality = log_heldout(log, state, evaluate_heldout(setup, state))
             if world.is_first and (state.step % config.save_every == 0 or last):
                 facts = resumable_facts(setup)
                 save_checkpoint(config.output, state, facts, keep=config.keep_checkpoints)
     world.barrier()  # the others must not leave while rank 0 still saves
-    return finish(setup, state, heldout, skipped.total, time.monotonic() - pace.started)
+    return finish(setup, state, quality, skipped.total, time.monotonic() - pace.started)
 
 
-def log_step(
-    log: Log,
-    setup: Setup,
-    state: TrainState,
-    result: StepResult,
-    skipped: SkippedSteps,
-    pace: Pace,
-    epoch: float,
-) -> None:
-    config = setup.config
+def log_step(log: Log, step: int, steps: int, result: StepResult, extra: dict[str, float]) -> None:
     facts: dict[str, Any] = {
-        "step": state.step,
+        "step": step,
         "loss": float(result.sums.loss),
         **result.sums.ratios(),
-        "rate": rate(state.step - 1, config.steps, config.warmup),
         "gradient_norm": result.gradient_norm,
-        "skipped_steps": skipped.total,
-        "epoch": epoch,
-        **pace.facts(state.step, config.steps, config.rows_per_step * config.row_tokens),
+        **extra,
     }
     line = (
-        f"{duration(facts['elapsed']):>8}  step {state.step:,}/{config.steps:,}  "
+        f"{duration(facts['elapsed']):>8}  step {step:,}/{steps:,}  "
         f"loss {facts['loss']:.3f}  acc {facts['accuracy']:.3f}  streak {facts['streak']:.2f}  "
         f"lr x{facts['rate']:.3f}  grad {facts['gradient_norm']:.2f}  "
         f"{facts['tokens_per_second'] / 1e3:.1f} Ktok/s  wait {facts['data_wait']:.0%}  "
         f"epoch {facts['epoch']:.2f}  eta {duration(facts['eta'])}"
     )
-    log.write(facts, line + (f"  skipped {skipped.total}" if skipped.total else ""))
+    skipped = f"  skipped {facts['skipped_steps']}" if facts["skipped_steps"] else ""
+    log.write(facts, line + skipped)
 
 
 def log_heldout(log: Log, state: TrainState, sums: BlockLoss) -> dict[str, float]:
@@ -320,7 +337,7 @@ def log_heldout(log: Log, state: TrainState, sums: BlockLoss) -> dict[str, float
 
 
 def finish(
-    setup: Setup, state: TrainState, heldout: dict[str, float], skipped: int, seconds: float
+    setup: Setup, state: TrainState, quality: dict[str, float], skipped: int, seconds: float
 ) -> dict[str, Any]:
     if not setup.world.is_first:
         return {}
@@ -331,7 +348,7 @@ def finish(
         "rows": state.rows,
         "parameters": sum(p.numel() for p in state.drafter.parameters()),
         "skipped steps": skipped,
-        **{name.replace("_", " "): value for name, value in heldout.items()},
+        **{name.replace("_", " "): value for name, value in quality.items()},
         "seconds": seconds,
         "drafter": str(folder),
     }

@@ -144,13 +144,17 @@ def test_several_files_after_one_option(tiny_llama, tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         files.append(data_file(tmp_path / name, CHAT))
-    args = ["extract", "--data", *files, "--target", tiny_llama, "--output", tmp_path / "out",
-            "--device", "cpu", "--codec", "raw"]  # fmt: skip
-    code, out, err = outcome(args, capsys)
-    assert code == 0, err
-    assert "documents" in out
-    found = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert found["contract"]["documents"] == 2
+    for name, spelling in (
+        ("out", ["--data", *files]),
+        ("equals", [f"--data={files[0]}", files[1]]),
+    ):
+        args = ["extract", *spelling, "--target", tiny_llama, "--output", tmp_path / name,
+                "--device", "cpu", "--codec", "raw"]  # fmt: skip
+        code, out, err = outcome(args, capsys)
+        assert code == 0, err
+        assert "documents" in out
+        found = json.loads((tmp_path / name / "dataset.json").read_text())
+        assert found["contract"]["documents"] == 2
 
 
 def test_a_whole_small_run_through_the_commands(tiny_llama, tmp_path, capsys):

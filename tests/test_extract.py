@@ -452,3 +452,37 @@ def test_value_out_of_range_is_wrong_usage(tmp_path):
     result = invoke(*given)
     assert result.exit_code == 2
     assert "--max-length is 1" in result.output
+
+
+def test_summary_counts_each_kind_of_dropped_conversation(tmp_path, tiny_llama):
+    data = tmp_path / "data.jsonl"
+    long_prompt = {"input_ids": [5] * 50, "loss_mask": [0] * 40 + [1] * 10}
+    silent = {"input_ids": [5] * 9, "loss_mask": [0] * 9}
+    good = {"input_ids": [5] * 9, "loss_mask": [0] * 4 + [1] * 5}
+    rows = [good, silent, long_prompt, silent, silent, good, long_prompt]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = extract(config(tiny_llama, data, tmp_path / "shards", max_length=30))
+    dropped = {name: count for name, count in summary.items() if name.startswith("dropped")}
+    assert dropped == {
+        "dropped (cut by --max-length before the answer)": 2,
+        "dropped (no two neighbouring tokens of the target)": 3,
+    }
+    assert summary["conversations"] == 7
+    assert summary["documents"] == 2
+
+
+def test_ranks_sum_up_their_own_shards_and_the_first_one_the_corpus(
+    tmp_path, tiny_llama, monkeypatch
+):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    summaries = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        summaries.append(extract(config(tiny_llama, data, output, shard_tokens=80)))
+    first, second = summaries
+    assert first["shards of rank"] == "0 of 2"
+    assert first["conversations"] == len(LENGTHS)
+    assert "conversations" not in second
+    assert first["tokens"] + second["tokens"] == sum(LENGTHS)

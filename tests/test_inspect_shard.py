@@ -137,3 +137,16 @@ def test_shard_that_was_never_committed_is_refused(data):
 def test_document_beyond_the_last_is_refused_with_the_range(data):
     error = run(data.path, "--document", 2).exception
     assert "--document 2: shard shard-000000 holds documents 0 to 1" in str(error)
+
+
+def test_a_target_without_a_chat_template_still_shows_text(tmp_path, tiny_llama):
+    import shutil
+
+    from stores import make_store, random_documents
+
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_llama, bare)
+    (bare / "chat_template.jinja").unlink()
+    store = make_store(tmp_path / "store", bare, random_documents(2))
+    found = facts(store, "--target", bare)
+    assert all(span["text"] for span in found["document"]["spans"])

@@ -51,6 +51,13 @@ def test_a_log_line_is_on_disk_when_it_is_written(tmp_path, capsys):
     assert "step 2" in capsys.readouterr().err
 
 
+def test_what_is_not_finite_is_null_in_the_log(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    with Log(path) as log:
+        log.write({"a": float("nan"), "b": float("inf"), "c": 1.5, "d": 3}, "line")
+    assert path.read_text() == '{"a": null, "b": null, "c": 1.5, "d": 3}\n'
+
+
 def test_ranks_without_a_log_say_nothing(capsys):
     with Log(None) as log:
         log.write({"step": 1}, "step 1")

@@ -18,7 +18,8 @@ import zarr
 
 from dflash_offline import shards as shards_module
 from dflash_offline.codec import make_codec, measure
-from dflash_offline.shards import Dataset, ShardReader, ShardSet, ShardWriter
+from dflash_offline.dataset import Dataset
+from dflash_offline.shards import ShardReader, ShardSet, ShardWriter
 
 LAYERS, WIDTH = 3, 64
 TARGET = {
@@ -32,7 +33,6 @@ TARGET = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
     "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
     "bos_token_id": None,
     "pad_token_id": 0,
     "eos_token_ids": [2],

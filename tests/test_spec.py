@@ -57,6 +57,35 @@ def test_identity_is_of_content_and_not_of_place(tiny_llama, tmp_path):
     assert TargetSpec.read(copy).content_hash != original.content_hash
 
 
+def test_weights_that_differ_in_the_middle_alone_are_another_target(tiny_llama, tmp_path):
+    copy = tmp_path / "tuned"
+    shutil.copytree(tiny_llama, copy)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    weights.write_bytes(content + bytes(5 << 20))  # longer than the two ends that are read whole
+    padded = TargetSpec.read(copy).content_hash
+    middle = len(content) + (2 << 20)
+    content = content + bytes(5 << 20)
+    content[middle : middle + (1 << 20)] = b"\1" * (1 << 20)
+    weights.write_bytes(content)
+    assert TargetSpec.read(copy).content_hash != padded
+
+
+def test_a_mixture_of_experts_has_no_dense_width_and_rope_may_be_per_kind(tiny_llama, tmp_path):
+    copy = tmp_path / "moe"
+    shutil.copytree(tiny_llama, copy)
+    config = json.loads((copy / "config.json").read_text())
+    del config["intermediate_size"]
+    config["rope_parameters"] = {
+        "full_attention": {"rope_theta": 5e6},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    spec = TargetSpec.read(copy)
+    assert spec.mlp_width is None
+    assert spec.rope_theta == 5e6
+
+
 def test_the_chat_template_is_part_of_the_identity(tiny_llama, tmp_path):
     copy = tmp_path / "retold"
     shutil.copytree(tiny_llama, copy)

@@ -114,7 +114,7 @@ def test_slow_path_is_a_warning_on_a_gpu_only(tiny_qwen35, tiny_llama):
     hybrid, dense = load(tiny_qwen35), load(tiny_llama)
     assert hybrid.slow_path() is None
     hybrid.device = dense.device = torch.device("cuda")
-    assert "pip install 'dflash-offline[gpu]'" in hybrid.slow_path()
+    assert "pip install '.[gpu]'" in hybrid.slow_path()
     assert dense.slow_path() is None
 
 

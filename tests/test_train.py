@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,28 @@ def test_resume_refuses_a_changed_knob_by_name(stores, tmp_path):
         train(config(stores, tmp_path, steps=2, resume=True, lr=0.5))
 
 
+def test_resume_refuses_other_shards_of_the_same_size(stores, tiny_llama, tmp_path):
+    run = tmp_path / "run"
+    train(config(stores, run, steps=2))
+    same_lengths = random_documents(24)
+    other = (make_store(tmp_path / "other", tiny_llama, same_lengths, seed=9),)
+    with pytest.raises(ValueError, match="content of --shards"):
+        train(config(stores, run, steps=2, resume=True, shards=other))
+    moved = tmp_path / "moved"
+    shutil.copytree(stores["shards"][0], moved)
+    train(config(stores, run, steps=2, resume=True, shards=(moved,)))
+
+
+def test_a_resumed_run_tells_the_time_left_from_its_own_steps(stores, tmp_path, capsys):
+    train(config(stores, tmp_path, steps=40, save_every=20, log_every=10))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000040")
+    capsys.readouterr()
+    train(config(stores, tmp_path, steps=40, resume=True, save_every=20, log_every=10))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "eta" in line]
+    # The first step of this process has a line of its own: it may have compiled.
+    assert [line.split("step ")[1].split("/")[0] for line in lines] == ["21", "30", "40"]
+
+
 def test_a_finished_run_is_not_overwritten_without_resume(stores, tmp_path):
     train(config(stores, tmp_path, steps=1))
     with pytest.raises(ValueError, match="--resume"):
@@ -151,6 +174,7 @@ def test_one_conversation_is_learnt_to_full_acceptance(tiny_llama, tmp_path):
     assert report["documents"] == [
         {
             "id": 0,
+            "shards": str(store[0]),
             "acceptance_length": to_gain / -(-to_gain // 4),
             "cycles": -(-to_gain // 4),
             "tokens": to_gain,

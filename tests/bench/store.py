@@ -18,7 +18,8 @@ import torch
 
 from dflash_offline.codec import make_codec, measure
 from dflash_offline.conversations import Document
-from dflash_offline.shards import Dataset, ShardReader, ShardWriter
+from dflash_offline.dataset import Dataset
+from dflash_offline.shards import ShardReader, ShardWriter
 
 ROUNDS = 5
 CODECS = ("raw", "lossless", "int8")
@@ -83,9 +84,8 @@ def bench_codec(name, taps, folder, device):
 
     ways = {"direct": lambda: read(direct), "zarr": lambda: read({})}
     reading = interleaved(ways, torch.device("cpu"))
-    stored = sum(facts["bytes"] for facts in reader.files.values())
     return {
-        "bytes_per_token": round(stored / tokens, 1),
+        "bytes_per_token": round(reader.bytes / tokens, 1),
         "encode_measure_write_GBps": round(size / writing, 2),
         **{f"{k}_GBps": round(size * len(some) / tokens / s, 2) for k, s in coding.items()},
         **{f"read_{k}_GBps": round(size / s, 2) for k, s in reading.items()},

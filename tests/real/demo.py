@@ -67,14 +67,24 @@ def bf16_pays() -> bool:
     return seconds_of_matmul(torch.bfloat16) < seconds_of_matmul(torch.float32)
 
 
+def chosen_dtype() -> str:
+    """As shards from an earlier demo have it; else the faster one."""
+    earlier = DEMO / "shards" / "train.extract.json"
+    if earlier.is_file():
+        return str(json.loads(earlier.read_text())["dtype"])
+    if bf16_pays():
+        return "bfloat16"
+    print("this processor multiplies float32 faster than bfloat16: using float32")
+    return "float32"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train-flags", default="", help="more flags for train, at its end")
     options = parser.parse_args()
     steps = GPU_STEPS if torch.cuda.is_available() else CPU_STEPS
-    dtype, precision = ("bfloat16", "bf16") if bf16_pays() else ("float32", "fp32")
-    if dtype == "float32":
-        print("this processor multiplies float32 faster than bfloat16: using float32")
+    dtype = chosen_dtype()
+    precision = {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     split_data()
     for leftover in ("run", "drafter"):
         shutil.rmtree(DEMO / leftover, ignore_errors=True)

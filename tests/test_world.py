@@ -1,0 +1,41 @@
+"""Rank facts come from the environment, and a launcher that is misunderstood is refused."""
+
+import pytest
+import torch
+
+from dflash_offline.world import current_world
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_without_a_launcher():
+    world = current_world("cpu")
+    assert (world.rank, world.size, world.is_first) == (0, 1, True)
+    assert world.device == torch.device("cpu")
+    assert world.sum_(torch.tensor([2.0])).tolist() == [2.0]
+
+
+def test_ranks_of_torchrun(monkeypatch):
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    world = current_world("cpu")
+    assert (world.rank, world.size, world.is_first) == (3, 4, False)
+
+
+def test_tasks_of_srun_without_ranks_do_not_all_take_themselves_for_the_first(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    with pytest.raises(ValueError, match="srun started this as task 2"):
+        current_world("cpu")
+    monkeypatch.setenv("RANK", "2")
+    assert current_world("cpu").rank == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="--device cuda"):
+        current_world("cuda")
+    assert current_world("auto").device.type == "cpu"
