@@ -38,6 +38,13 @@ def cli() -> None:
     """Train DFlash drafters offline: extract hidden states once, then train over the shards."""
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch's errors by name and text, because torch is not imported here."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return "can't allocate memory" in str(error)
+
+
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage."""
     try:
@@ -54,12 +61,12 @@ def main(args: list[str] | None = None) -> NoReturn:
         # One line even where a library's message has several.
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)
         sys.exit(1)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's; it is not imported here
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
             raise
         click.echo(
-            f"Error: the GPU's memory is full ({str(error).split('.')[0]}); lower --batch-tokens "
-            "or, in training, --anchors or --row-tokens",
+            f"Error: memory is full ({str(error).split('. ')[0]}); lower --batch-tokens or, in "
+            "training, --anchors, --row-tokens or the drafter's sizes",
             err=True,
         )
         sys.exit(1)

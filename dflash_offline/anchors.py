@@ -58,9 +58,7 @@ def default_gamma(block_size: int) -> float:
 
 def slot_weights(block_size: int, gamma: float) -> Tensor:
     """float32 [K]: exp(-(j - 1) / gamma) for slot j >= 1, and 0 for the anchor's own slot."""
-    weights = torch.tensor([math.exp(-(j - 1) / gamma) for j in range(block_size)])
-    weights[0] = 0.0
-    return weights
+    return torch.tensor([0.0, *(math.exp(-j / gamma) for j in range(block_size - 1))])
 
 
 def make_blocks(

@@ -4,6 +4,7 @@ The command line is made from these classes (cli/options.py), so a knob that is 
 option there, and its help has one home. Nothing here imports torch: `--help` must answer at once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -34,11 +35,13 @@ def _check_range(rule: Field[Any], value: Any) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if item is None:
             continue
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{name} is {item}; it must be a finite number")
         if choices and item not in choices:
             raise ValueError(f"{name} is {item!r}; choose one of {', '.join(choices)}")
-        if low is not None and not item >= low:  # `not >=` also refuses NaN
+        if low is not None and item < low:
             raise ValueError(f"{name} is {item}; it must be at least {low}")
-        if high is not None and not item <= high:
+        if high is not None and item > high:
             raise ValueError(f"{name} is {item}; it must be at most {high}")
 
 
@@ -53,6 +56,9 @@ class Config:
 
 DEVICES = ("auto", "cuda", "cpu")
 LARGEST_SEED = 2**31 - 1
+# Far above any use, low enough for a clear refusal where memory would run out first.
+MOST_TOKENS = 2**24
+WIDEST = 2**20
 CODECS = ("int8", "lossless", "raw")
 
 
@@ -67,9 +73,13 @@ class ExtractConfig(Config):
         None, "Tapped layers, comma-separated, 0-based. Default: five by z-lab's rule.", minimum=0
     )
     codec: str = knob("int8", "How hidden states are stored.", choices=CODECS)
-    max_length: int = knob(4096, "Longer documents are cut to this many tokens.", minimum=2)
-    shard_tokens: int = knob(65_536, "Most tokens in one shard.", minimum=1)
-    batch_tokens: int = knob(8192, "Padded tokens in one forward pass.", minimum=1)
+    max_length: int = knob(
+        4096, "Longer documents are cut to this many tokens.", minimum=2, maximum=MOST_TOKENS
+    )
+    shard_tokens: int = knob(65_536, "Most tokens in one shard.", minimum=1, maximum=2**31)
+    batch_tokens: int = knob(
+        8192, "Padded tokens in one forward pass.", minimum=1, maximum=MOST_TOKENS
+    )
     calibration_tokens: int = knob(
         16_384, "Tokens that calibrate the codec, drawn from the whole corpus.", minimum=1
     )
@@ -91,18 +101,22 @@ class TrainConfig(Config):
         None, "Token that stands for 'to be drafted'. Default: known for Qwen3.x.", minimum=0
     )
     block_size: int = knob(16, "Tokens in a block, the anchor included.", minimum=2, maximum=64)
-    layers: int = knob(5, "Layers of the drafter.", minimum=1)
-    heads: int = knob(32, "Query heads.", minimum=1)
-    kv_heads: int = knob(8, "Key/value heads.", minimum=1)
-    head_dim: int = knob(128, "Width of a head.", minimum=2)
-    mlp_width: int | None = knob(None, "MLP width. Default: the target's.", minimum=1)
+    layers: int = knob(5, "Layers of the drafter.", minimum=1, maximum=1024)
+    heads: int = knob(32, "Query heads.", minimum=1, maximum=WIDEST)
+    kv_heads: int = knob(8, "Key/value heads.", minimum=1, maximum=WIDEST)
+    head_dim: int = knob(128, "Width of a head.", minimum=2, maximum=WIDEST)
+    mlp_width: int | None = knob(
+        None, "MLP width. Default: the target's.", minimum=1, maximum=WIDEST
+    )
     sliding_layers: int | None = knob(
         None, "First layers that slide; the rest see all. Default: all but the last.", minimum=0
     )
-    sliding_window: int = knob(2048, "Context positions a sliding layer sees.", minimum=1)
+    sliding_window: int = knob(
+        2048, "Context positions a sliding layer sees.", minimum=1, maximum=MOST_TOKENS
+    )
     rope_theta: float | None = knob(None, "RoPE base. Default: the target's.", minimum=1)
-    row_tokens: int = knob(4096, "Context tokens of a packed row.", minimum=2)
-    anchors: int = knob(512, "Anchor slots in a row.", minimum=1)
+    row_tokens: int = knob(4096, "Context tokens of a packed row.", minimum=2, maximum=MOST_TOKENS)
+    anchors: int = knob(512, "Anchor slots in a row.", minimum=1, maximum=WIDEST)
     rows_per_step: int = knob(8, "Rows that make one optimizer step, over all ranks.", minimum=1)
     steps: int = knob(10_000, "Optimizer steps.", minimum=1)
     optimizer: str = knob(
@@ -153,7 +167,9 @@ class EvaluateConfig(Config):
     block_size: int | None = knob(
         None, "Block size to replay with. Default: the drafter's own.", minimum=2, maximum=64
     )
-    batch_tokens: int = knob(16_384, "Padded context tokens replayed together.", minimum=1)
+    batch_tokens: int = knob(
+        16_384, "Padded context tokens replayed together.", minimum=1, maximum=MOST_TOKENS
+    )
     dtype: str = knob(
         "bfloat16", "Precision the drafter runs in.", choices=("bfloat16", "float32")
     )

@@ -30,6 +30,16 @@ def check_drafter(spec: DrafterSpec, shards: ShardSet) -> None:
         )
 
 
+def incomplete(shards: ShardSet) -> list[str]:
+    """A warning for each data set that holds fewer documents than were planned."""
+    return [
+        f"warning: {path} holds {stored:,} of {planned:,} documents; extract is unfinished, or "
+        "left out broken ones"
+        for path, stored, planned in shards.coverage()
+        if planned is not None and stored < planned
+    ]
+
+
 def check_mask_token(shards: ShardSet, token: int) -> int:
     """How often `token` stands in prompts. Refused where the target produced it.
 
@@ -40,8 +50,8 @@ def check_mask_token(shards: ShardSet, token: int) -> int:
         found = ids == token
         if bool((found & mask).any()):
             raise ValueError(
-                f"--mask-token-id {token} is a token that the target produced in these shards; "
-                "choose one that it never uses"
+                f"mask token {token} is a token that the target produced in these shards; choose "
+                "one that it never uses (--mask-token-id of train)"
             )
         in_prompts += int(found.sum())
     return in_prompts

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dflash_offline.spec import TargetSpec
+from dflash_offline.spec import TargetSpec, check_file, failing_as, reason, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -62,6 +61,8 @@ class Counts:
     truncated: int = 0
     cut_answers: int = 0
     """Answers with finish_reason "length": their end-of-turn token is not supervised."""
+    answers_with_end_token_inside: int = 0
+    """Answers whose text spells an end token: the span ends there, the rest is not supervised."""
     thinking_turns: int = 0
     """Turns with reasoning, where the template has the choice."""
     plain_turns: int = 0
@@ -104,6 +105,7 @@ def read_documents(
 
     `on_bytes` is told how many bytes of the files each line took.
     """
+    _check_files(files)
     chat = ChatTemplate(target, spec, trust_remote_code=trust_remote_code)
     counts = Counts()
     digests = {str(file): hashlib.sha256() for file in files}
@@ -116,7 +118,9 @@ def read_documents(
         try:
             sequences = _sequences(line, chat, spec.vocab_size, counts)
         except ValueError as error:
-            raise ValueError(f"{file} line {number}: {error}") from None
+            raise ValueError(f"{file} line {number}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{file} line {number}: {reason(error)}") from error
         for ids, mask in sequences:
             document = _document(index, ids, mask, max_length, counts)
             documents += [document] if document else []
@@ -131,11 +135,8 @@ def read_documents(
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The folder's tokenizer. ValueError if it has none."""
-    try:
+    with failing_as(f"{folder} holds no tokenizer to use"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:  # their messages fill a paragraph
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{folder} holds no tokenizer to use: {reason}") from None
 
 
 class ChatTemplate:
@@ -190,7 +191,10 @@ class ChatTemplate:
         if own_ids is not None:
             answer = self._checked(own_ids, is_cut)
             return Turn(prompt, answer, len(answer))
-        answer = self._until_end(rendered[len(prompt) :])
+        rest = rendered[len(prompt) :]
+        answer = self._until_end(rest)
+        is_longer = not self.end_ids.isdisjoint(rest[len(answer) :])
+        counts.answers_with_end_token_inside += is_longer and self._spells_end(messages[-1])
         return Turn(prompt, answer, len(answer) - is_cut)
 
     def _rendered(self, messages: list[Message], tools: Any) -> tuple[list[int], list[list[int]]]:
@@ -200,15 +204,19 @@ class ChatTemplate:
             chat = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how)
             return str(chat)
 
-        history = messages[:-1]
-        try:
-            prompts = [render(history, add_generation_prompt=True, **way) for way in self.switches]
+        history, ways = messages[:-1], self.switches
+        with failing_as("the chat template refuses these messages"):
+            prompts = [render(history, add_generation_prompt=True, **way) for way in ways]
             texts = [render(messages), *prompts]
             # The template writes its own special tokens, so the tokenizer must add none.
             ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        except (TemplateError, TypeError, UnicodeError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
         return ids[0], ids[1:]
+
+    def _spells_end(self, message: Message) -> bool:
+        """Whether an end token is in the message itself: a template may write two of its own."""
+        text = json.dumps(message, ensure_ascii=False)
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return not self.end_ids.isdisjoint(ids)
 
     def _until_end(self, ids: list[int]) -> list[int]:
         for i, token in enumerate(ids):
@@ -229,10 +237,18 @@ class ChatTemplate:
         return ids
 
 
+def _check_files(files: Sequence[Path]) -> None:
+    """All there, before the first is read, and no conversation twice."""
+    known: set[Path] = set()
+    for file in files:
+        check_file(file, "data file")
+        if file.resolve() in known:
+            raise ValueError(f"data file {file} is given twice; name it once")
+        known.add(file.resolve())
+
+
 def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
     for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"data file {file} does not exist")
         number = 0
         with file.open("rb") as stream:
             for number, line in enumerate(stream, 1):
@@ -248,6 +264,8 @@ def _record(line: bytes) -> dict[str, Any]:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not a JSON object")
     return record
@@ -268,14 +286,15 @@ def _sequences(line: bytes, chat: ChatTemplate, vocab_size: int, counts: Counts)
     if "input_ids" in record and "loss_mask" in record:
         return [_from_ids(record["input_ids"], record["loss_mask"], vocab_size)]
     raise ValueError(
-        f"has the keys {sorted(record)}; expected messages, or prompt and response, or input_ids "
-        "and loss_mask"
+        f"has the keys {shown(sorted(record))}; expected messages, or prompt and response, or "
+        "input_ids and loss_mask"
     )
 
 
 def _from_messages(messages: Any, tools: Any, chat: ChatTemplate, counts: Counts) -> Sequences:
     """One sequence for each run of turns in which every prompt continues the turn before it."""
     _check_messages(messages)
+    _check_text("tools", tools)
     sequences: Sequences = []
     ids: list[int] = []
     mask: list[bool] = []
@@ -301,16 +320,24 @@ def _check_messages(messages: Any) -> None:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} is a {type(message).__name__}, not an object")
+        _check_text(f"message {number}", message)
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise ValueError(f"message {number} has role {role!r}; known: {', '.join(ROLES)}")
+            raise ValueError(f"message {number} has role {shown(role)}; known: {', '.join(ROLES)}")
         has_calls = role == "assistant" and bool(message.get("tool_calls"))
         if not isinstance(content, str) and not (content is None and has_calls):
-            raise ValueError(f"message {number}: content must be text, got {content!r}")
+            raise ValueError(f"message {number}: content must be text, got {shown(content)}")
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("has no assistant turn to learn from")
     if messages[0]["role"] == "assistant":
         raise ValueError("begins with an assistant turn; there is no prompt to answer")
+
+
+def _check_text(what: str, value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} holds half of a surrogate pair; mend its text") from None
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
@@ -318,7 +345,9 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
         raise ValueError(f"{name} is a {type(ids).__name__}, not a list")
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(f"{name} holds {token!r}; the target has ids 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"{name} holds {shown(token)}; the target has ids 0 to {vocab_size - 1}"
+            )
     return ids
 
 

@@ -4,8 +4,9 @@
       dataset.json             contract, codec and provenance; carries its own sha256
       calibration.safetensors  the codec's tensors, where it has any
       shards/NAME/             the arrays of one shard (shards.py says which)
-      shards/NAME/COMMIT.json  bytes and crc32c of every file of the shard
+      shards/NAME/COMMIT.json  bytes and crc32c of every file of the shard, its data set's sha256
       manifest/rank-NN.jsonl   a line per committed shard, each with its own crc32c
+      manifest/rank-NN.lock    held by the process that writes as this rank
 
 A shard is written under a temporary name, synced, renamed, and only then named in a manifest.
 Readers trust nothing else, so they may run while writers write, and a process killed at any moment
@@ -14,29 +15,37 @@ leaves a shard whole or not there. Committing reads the shard back once for its 
 Nothing here knows what is in a shard's files.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from dflash_offline.codec import Codec, load_codec
+from dflash_offline.codec import GROUP_SIZES, Codec, Int8Codec, load_codec
 from dflash_offline.files import sync, write_whole
-from dflash_offline.spec import canonical_hash, read_json
+from dflash_offline.spec import TargetSpec, canonical_hash, read_json
 
 SCHEMA_VERSION = 1
 _NOT_COMPARED = ("target.name",)  # a folder's name says nothing about its content
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
+_LOCK = re.compile(r"rank-(\d+)\.lock")
+_RESTORE = "restore it, or extract into another folder"
+_LARGEST_COUNT = 1 << 40  # no shard comes near; what claims more is damaged
+# The locks of this process, by device and inode. Nothing closes them before the process ends.
+_HELD: dict[tuple[int, int], int] = {}
 
 Files = dict[str, dict[str, int]]  # of a shard: path in it -> bytes and crc32c
 
@@ -51,10 +60,18 @@ class ShardRecord:
     supervised: int
     commit_crc32c: int
 
+    def is_plausible(self) -> bool:
+        """Whether every number is one that a commit may have written."""
+        counts = (self.documents, self.tokens, self.supervised, self.commit_crc32c)
+        return all(map(_is_count, counts)) and max(counts[0], counts[2]) <= self.tokens
+
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a rank finds when it starts; `missing` are its shards that are still to be written."""
+    """What a rank finds when it starts; `missing` are its shards that are still to be written.
+
+    `removed` counts temporary folders, which are gone, and unsound shards, now under bad/.
+    """
 
     missing: list[str]
     adopted: int
@@ -73,8 +90,12 @@ def _json_bytes(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
 
-def _check_name(name: str, where: str) -> None:
-    if not _SAFE_NAME.fullmatch(name):
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST_COUNT
+
+
+def _check_name(name: Any, where: str) -> None:
+    if not (isinstance(name, str) and _SAFE_NAME.fullmatch(name)):
         raise ValueError(f"{where} names a shard {name!r}; only A-Z a-z 0-9 . _ - may be in it")
 
 
@@ -89,7 +110,9 @@ def _read_manifest_line(line: bytes, where: str) -> ShardRecord:
         if facts.pop("crc32c") != google_crc32c.value(_json_bytes(facts)):
             raise ValueError
         record = ShardRecord(**facts)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        if not record.is_plausible():
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(
             f"{where} is damaged; delete that line and run extract again, which adopts the shard"
         ) from None
@@ -112,13 +135,15 @@ class Dataset:
 
     `contract` is all that gives the content its meaning; whoever resumes must agree with it. The
     store itself reads `target` (a TargetSpec), `target_layer_ids` and `layer_convention` of it.
-    `provenance` (versions, times) is kept but never compared.
+    `provenance` (versions, times) is kept but never compared. `sha256` is dataset.json's: every
+    shard carries it, so that no other data set takes the shard for its own.
     """
 
     path: Path
     contract: dict[str, Any]
     codec: Codec
     provenance: dict[str, Any]
+    sha256: str
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -139,6 +164,7 @@ class Dataset:
         """
         if not cls.exists(path):
             _prepare_folder(path)
+        if not cls.exists(path):  # still, now that no other process can make one
             codec = make_codec()
             facts = {
                 "schema_version": SCHEMA_VERSION,
@@ -157,16 +183,9 @@ class Dataset:
         """The data set in `path`; ValueError if `contract` is given and differs from its own."""
         if not cls.exists(path):
             raise FileNotFoundError(f"{path} is no data set: it has no dataset.json; run extract")
-        file = path / "dataset.json"
-        facts = read_json(file)
-        if facts.pop("sha256", None) != canonical_hash(facts):
-            raise ValueError(f"{file} does not match its own sha256; restore it or extract anew")
-        if facts["schema_version"] > SCHEMA_VERSION:
-            raise ValueError(
-                f"{file} has schema_version {facts['schema_version']}, newer than "
-                f"{SCHEMA_VERSION}; upgrade dflash-offline to read it"
-            )
-        dataset = cls(path, facts["contract"], _read_codec(path, facts), facts["provenance"])
+        facts = _read_facts(path / "dataset.json")
+        codec = _read_codec(path, facts)
+        dataset = cls(path, facts["contract"], codec, facts["provenance"], facts["sha256"])
         if contract is not None:
             dataset._refuse_other(json.loads(_json_bytes(contract)))
         return dataset
@@ -185,7 +204,7 @@ class Dataset:
     def refuse_taken(self, name: str) -> None:
         """ValueError if `name` cannot be a new shard's."""
         _check_name(name, "the plan")
-        if self.shard_path(name).exists():
+        if os.path.lexists(self.shard_path(name)):
             raise ValueError(f"{self.shard_path(name)} exists already; resume before writing")
 
     def committed(self) -> dict[str, ShardRecord]:
@@ -208,38 +227,45 @@ class Dataset:
     def resume(self, names: Sequence[str], *, rank: int = 0, size: int = 1) -> Resumption:
         """Clean up after an earlier run, and say which of this rank's shards are missing.
 
-        Called once, before this rank writes. Temporary folders of rank k are removed by rank
-        k % size, so no rank takes away what another one is writing. Of `names`, a shard that was
-        renamed but not yet named in a manifest is adopted if all its checksums hold.
+        Called once, before this rank writes; from then on its lock is held. Rank k of an earlier
+        run is cleaned up by rank k % size, and only if no process holds k's lock. Of `names`, a
+        shard that was renamed but not yet named in a manifest is adopted if its checksums hold.
         """
-        adopted = removed = 0
-        for folder in sorted((self.path / "shards").glob(".tmp-*")):
-            match = _TEMPORARY.fullmatch(folder.name)
-            if match and int(match[1]) % size == rank:
-                shutil.rmtree(folder)
-                removed += 1
+        _make_frame(self.path)
+        for writer in {rank, *_of_rank(self.path / "manifest", _LOCK, rank, size).values()}:
+            _lock(self.path, writer)
+        removed = self._remove_temporary(rank, size)
         committed = self.committed()
         missing = [name for name in names if name not in committed]
-        for name in [name for name in missing if self.shard_path(name).exists()]:
-            if self._adopt(name, rank):
-                missing.remove(name)
-                adopted += 1
-            else:
-                shutil.rmtree(self.shard_path(name))
-                removed += 1
-        return Resumption(missing, adopted, removed)
+        waiting = [name for name in missing if os.path.lexists(self.shard_path(name))]
+        adopted = {name for name in waiting if self._adopt(name, rank)}
+        for name in set(waiting) - adopted:
+            self.set_aside(name)
+            removed += 1
+        missing = [name for name in missing if name not in adopted]
+        return Resumption(missing, len(adopted), removed)
+
+    def _remove_temporary(self, rank: int, size: int) -> int:
+        temporary = _of_rank(self.path / "shards", _TEMPORARY, rank, size)
+        for folder, writer in temporary.items():
+            _refuse_no_folder(folder)
+            _lock(self.path, writer)
+            shutil.rmtree(folder)
+        return len(temporary)
 
     def _adopt(self, name: str, rank: int) -> bool:
+        """Name a shard in the manifest if it is sound and this data set's."""
         folder = self.shard_path(name)
+        _refuse_no_folder(folder)
         try:
-            facts = read_json(folder / "COMMIT.json")
-            counts = {key: facts[key] for key in ("documents", "tokens", "supervised")}
-            crc32c = _crc32c_of_file(folder / "COMMIT.json")
-            record = ShardRecord(facts["shard"], **counts, commit_crc32c=crc32c)
-            check_shard(folder, record)
+            content = (folder / "COMMIT.json").read_bytes()
+            commit = _parse_commit(folder, content)
+            counts = {key: commit[key] for key in ("documents", "tokens", "supervised")}
+            record = ShardRecord(name, **counts, commit_crc32c=google_crc32c.value(content))
+            check_shard(self, record)
         except (ValueError, KeyError, OSError):
             return False
-        if record.name != name:
+        if commit.get("shard") != name or not record.is_plausible():
             return False
         self._name_in_manifest(record, rank)
         return True
@@ -250,6 +276,7 @@ class Dataset:
 
     def publish(self, folder: Path, record: ShardRecord, *, rank: int) -> None:
         """Make a sealed temporary folder the shard of `record`: rename, then the manifest line."""
+        self.refuse_taken(record.name)
         folder.rename(self.shard_path(record.name))
         sync(folder.parent)
         self._name_in_manifest(record, rank)
@@ -289,19 +316,121 @@ def _line_shard(line: bytes) -> str | None:
     """The shard that a manifest line names; None if it cannot be told."""
     try:
         name = json.loads(line)["name"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return name if isinstance(name, str) else None
 
 
+def _make_frame(path: Path) -> None:
+    """The folders of a data set, where they are not there already."""
+    try:
+        for folder in ("shards", "manifest"):
+            (path / folder).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{path} is no folder; choose another output folder") from None
+
+
 def _prepare_folder(path: Path) -> None:
-    """The empty frame of a new data set. Traces of a start that was killed may be there."""
-    known = {"calibration.safetensors", "shards", "manifest"}
-    names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    """The empty frame of a new data set, locked. Traces of a start that was killed may be there.
+
+    What a data set left behind that lost its dataset.json is nobody's: it is not written into.
+    """
+    known = {"calibration.safetensors", "shards", "manifest", "bad"}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if any(name not in known and not name.startswith(".") for name in names):
         raise ValueError(f"{path} holds other files and no data set; choose an empty folder")
-    for folder in ("shards", "manifest"):
-        (path / folder).mkdir(parents=True, exist_ok=True)
+    _make_frame(path)
+    for entry in (*(path / "shards").iterdir(), *(path / "manifest").iterdir()):
+        if not _LOCK.fullmatch(entry.name):
+            raise ValueError(
+                f"{path} has no dataset.json, but {entry} is there; restore dataset.json, or "
+                "extract into another folder"
+            )
+    _lock(path, 0)
+
+
+def _lock(path: Path, rank: int) -> None:
+    """Write as `rank` until this process ends, however it ends; ValueError if another one does."""
+    file = path / "manifest" / f"rank-{rank:02}.lock"
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    key = (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino)
+    try:
+        if key not in _HELD:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another extract writes to {path} as rank {rank}; wait for it or stop it"
+        ) from None
+    if _HELD.setdefault(key, descriptor) != descriptor:
+        os.close(descriptor)
+
+
+def _of_rank(folder: Path, pattern: re.Pattern[str], rank: int, size: int) -> dict[Path, int]:
+    """Entries that carry the number of a rank k, and k, where k is for `rank` of `size`."""
+    matches = {entry: pattern.fullmatch(entry.name) for entry in sorted(folder.iterdir())}
+    ranks = {entry: int(match[1]) for entry, match in matches.items() if match}
+    return {entry: k for entry, k in ranks.items() if k % size == rank}
+
+
+def _refuse_no_folder(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        raise ValueError(f"{path} is a link or a file, not a shard; remove it and extract again")
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    """dataset.json, once it matches its own hash and has all that the store reads of it."""
+    facts = read_json(file)
+    stored = facts.pop("sha256", None)
+    try:
+        is_whole = stored == canonical_hash(facts)
+    except RecursionError:
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{file} does not match its own sha256; {_RESTORE}")
+    version = facts.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ValueError(
+            f"{file} has schema_version {version}, newer than {SCHEMA_VERSION}; upgrade "
+            "dflash-offline to read it"
+        )
+    wrong = next((name for name, fits in _fitting(facts) if not fits), None)
+    if wrong:
+        raise ValueError(f"{file} has a {wrong} that no extract wrote; {_RESTORE}")
+    return {**facts, "sha256": stored}
+
+
+def _fitting(facts: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Each field of dataset.json, and whether it is of the form that the store relies on."""
+    yield "schema_version", _is_count(facts.get("schema_version"))
+    contract = facts.get("contract")
+    yield "contract", isinstance(contract, dict)
+    assert isinstance(contract, dict)
+    target = contract.get("target")
+    yield "contract.target", isinstance(target, dict) and _is_target(target)
+    yield "contract.target_layer_ids", _are_all(contract.get("target_layer_ids"), int)
+    yield "contract.layer_convention", isinstance(contract.get("layer_convention"), str)
+    yield "contract.documents", _is_count(contract.get("documents", 0))
+    yield "contract.data_sha256", _are_all(contract.get("data_sha256", []), str)
+    yield "codec", isinstance(facts.get("codec"), dict)
+    yield "calibration_sha256", isinstance(facts.get("calibration_sha256"), str | None)
+    yield "provenance", isinstance(facts.get("provenance"), dict)
+
+
+def _are_all(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def _is_target(facts: Mapping[str, Any]) -> bool:
+    """Whether TargetSpec.from_dict makes a TargetSpec of it, each field of its type."""
+    types = {field.name: field.type for field in fields(TargetSpec)}
+    if facts.keys() != types.keys() or not _are_all(facts["eos_token_ids"], int):
+        return False
+    plain = {name: kind for name, kind in types.items() if name != "eos_token_ids"}
+    return all(
+        isinstance(facts[name], int | float if kind is float else kind)  # type: ignore[arg-type]
+        for name, kind in plain.items()
+    )
 
 
 def _write_calibration(path: Path, codec: Codec) -> str | None:
@@ -314,25 +443,71 @@ def _write_calibration(path: Path, codec: Codec) -> str | None:
 
 
 def _read_codec(path: Path, facts: Mapping[str, Any]) -> Codec:
-    if facts["calibration_sha256"] is None:
-        return load_codec(facts["codec"], {})
+    file = path / "dataset.json"
+    tensors = _read_calibration(path, facts["calibration_sha256"])
+    try:
+        codec = load_codec(facts["codec"], tensors)
+    except KeyError as error:
+        raise ValueError(f"{file} has a codec without {error}; {_RESTORE}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    sizes = (
+        len(facts["contract"]["target_layer_ids"]),
+        facts["contract"]["target"]["hidden_size"],
+    )
+    if (codec.layers, codec.width) != sizes or not _is_usable(codec):
+        raise ValueError(f"{file} has a codec that is none or not this data set's; {_RESTORE}")
+    return codec
+
+
+def _read_calibration(path: Path, stored: str | None) -> dict[str, torch.Tensor]:
+    if stored is None:
+        return {}
     file = path / "calibration.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, and no shard can be decoded without it")
     content = file.read_bytes()
-    if sha256(content).hexdigest() != facts["calibration_sha256"]:
+    if sha256(content).hexdigest() != stored:
         raise ValueError(f"{file} is not the one that dataset.json names; restore it")
-    return load_codec(facts["codec"], load_tensors(content))
+    try:
+        return load_tensors(content)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file ({error}); {_RESTORE}") from None
 
 
-def seal(folder: Path, facts: Mapping[str, Any]) -> int:
-    """Write COMMIT.json over all files and force everything to the disk; its own crc32c."""
+def _is_usable(codec: Codec) -> bool:
+    """Whether the codec has sizes and scales that decode something."""
+    if not all(_is_count(size) and size for size in (codec.layers, codec.width)):
+        return False
+    if not isinstance(codec, Int8Codec):
+        return True
+    scale_LD = codec.channel_scale_LD
+    return (
+        type(codec.group) is int
+        and codec.group in GROUP_SIZES
+        and codec.width % codec.group == 0
+        and scale_LD.shape == (codec.layers, codec.width)
+        and scale_LD.dtype == torch.float32
+        and bool((scale_LD.isfinite() & (scale_LD > 0)).all())
+    )
+
+
+def seal(folder: Path, facts: Mapping[str, Any], *, required: Iterable[str]) -> int:
+    """Write COMMIT.json over all files and force everything to the disk; its own crc32c.
+
+    ValueError, and no COMMIT.json, if one of `required` is not among the files.
+    """
     paths = sorted(folder.rglob("*"))
     files: Files = {}
     for path in (path for path in paths if path.is_file()):
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "crc32c": _crc32c_of_file(path)}
         sync(path)
+    if lost := next((name for name in required if name not in files), None):
+        raise ValueError(
+            f"{folder / lost} was removed while its shard was written; stop what else works in "
+            "this folder and run extract again"
+        )
     content = _json_bytes({**facts, "files": files})
     (folder / "COMMIT.json").write_bytes(content)
     sync(folder / "COMMIT.json")
@@ -348,18 +523,35 @@ def damage(folder: Path, file: str, what: str) -> ValueError:
     )
 
 
-def read_commit(folder: Path, record: ShardRecord) -> Files:
+def read_commit(dataset: Dataset, record: ShardRecord) -> Files:
     """The files of a shard, once COMMIT.json is the one that the manifest line means."""
+    folder = dataset.shard_path(record.name)
     if not (folder / "COMMIT.json").is_file():
         raise damage(folder, "COMMIT.json", "is missing")
     content = (folder / "COMMIT.json").read_bytes()
     if google_crc32c.value(content) != record.commit_crc32c:
         raise damage(folder, "COMMIT.json", "is not the one that the manifest names")
-    files: Files = json.loads(content)["files"]
+    commit = _parse_commit(folder, content)
+    if commit.get("dataset_sha256") != dataset.sha256:
+        raise damage(folder, "COMMIT.json", "belongs to another data set")
+    files: Files = commit["files"]
     for name in files:
-        if name.startswith("/") or ".." in name.split("/"):
+        if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
             raise damage(folder, "COMMIT.json", f"names {name!r}, outside the shard")
     return files
+
+
+def _parse_commit(folder: Path, content: bytes) -> dict[str, Any]:
+    """COMMIT.json as an object whose `files` can be relied on."""
+    try:
+        commit: dict[str, Any] = json.loads(content)
+        entries = commit["files"].values()
+        is_sound = all(_is_count(facts[key]) for facts in entries for key in ("bytes", "crc32c"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        is_sound = False
+    if not is_sound:
+        raise damage(folder, "COMMIT.json", "holds no list of files as a commit writes it")
+    return commit
 
 
 def check_sizes(folder: Path, files: Files) -> None:
@@ -378,8 +570,9 @@ def check_checksums(folder: Path, files: Files) -> None:
             raise damage(folder, name, "does not match its crc32c")
 
 
-def check_shard(folder: Path, record: ShardRecord) -> None:
+def check_shard(dataset: Dataset, record: ShardRecord) -> None:
     """Read every file of a shard; ValueError names the first that is missing, short or changed."""
-    files = read_commit(folder, record)
+    files = read_commit(dataset, record)
+    folder = dataset.shard_path(record.name)
     check_sizes(folder, files)
     check_checksums(folder, files)

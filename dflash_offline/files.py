@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, and stay after a power loss."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,9 +22,12 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """The file appears under its name only when it is complete and on the disk."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_bytes(content)
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -46,7 +50,15 @@ def publish_folder(unfinished: Path, final: Path) -> None:
     for file in unfinished.iterdir():
         sync(file)
     sync(unfinished)
+    replaced = final.with_name(f".{final.name}.old")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     unfinished.rename(final)
     sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

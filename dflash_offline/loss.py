@@ -65,9 +65,10 @@ def label_ranks(logits_RV: Tensor, labels_R1: Tensor, own_R1: Tensor) -> Tensor:
     """int64 [R]: how many tokens the drafter prefers to the label; 0 = the label is its argmax.
 
     Ties go to the lower id, as argmax does. One pass gives top-1, top-4 and top-8 hits at once.
+    A logit that is NaN counts as preferred, so a broken drafter is never right.
     """
     ids = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    ahead = (logits_RV > own_R1) | ((logits_RV == own_R1) & (ids < labels_R1))
+    ahead = ~(logits_RV <= own_R1) | ((logits_RV == own_R1) & (ids < labels_R1))
     return ahead.sum(1)
 
 

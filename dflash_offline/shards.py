@@ -12,6 +12,7 @@ Only this file imports zarr. N tokens, L tapped layers, D hidden.
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -43,6 +44,9 @@ if TYPE_CHECKING:  # its tokenizers take seconds to import
 
 CHUNK_TOKENS = 128  # a read fetches at most one chunk too much at either end of a document
 ZARR_SHARD_TOKENS = 16_384  # tokens in one file; a writer holds one
+_MOST_ROWS = 1 << 20  # that a reader believes to be in one file: it makes room for them
+# What zarr raises about metadata that no writer of this store makes.
+_NOT_ZARR = (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError)
 # Parts of a contract that give the states their meaning: data sets read together share them.
 _MEANING = ("target.content_hash", "target_layer_ids", "layer_convention")
 # The arrays beside the codec's planes. zarr leaves chunks out that hold nothing but the fill, so
@@ -73,6 +77,13 @@ def _create_array(group: Any, name: str, rows: int, spec: ArraySpec) -> Any:
     )
 
 
+def _files_of_rows(name: str, array: Any, start: int, stop: int) -> Iterator[str]:
+    """The files, as paths in the shard, that hold rows start..stop-1 of an array."""
+    step = (array.shards or array.chunks)[0]
+    for file in range(start // step, -(-stop // step)):
+        yield "/".join([name, "c", str(file), *["0"] * (array.ndim - 1)])
+
+
 class ShardWriter:
     """Writes one shard into a temporary folder; `commit` makes it part of the data set.
 
@@ -90,7 +101,7 @@ class ShardWriter:
         self._folder = dataset.temporary_folder(rank)
         self._group = zarr.create_group(self._folder, zarr_format=3)
         specs = dataset.codec.arrays()
-        self._planes = {
+        self._arrays = {
             plane: _create_array(self._group, plane, 0, spec) for plane, spec in specs.items()
         }
         self._buffers = {
@@ -138,9 +149,10 @@ class ShardWriter:
     def _flush(self) -> None:
         """Write the buffer as one file. A partial write would read and rewrite all of it."""
         start, stop = self._flushed, self._flushed + self._buffered
-        for plane, array in self._planes.items():
+        for plane, buffer in self._buffers.items():
+            array = self._arrays[plane]
             array.resize((stop, *array.shape[1:]))
-            array[start:stop] = self._buffers[plane][: stop - start]
+            array[start:stop] = buffer[: stop - start]
         self._flushed, self._buffered = stop, 0
 
     def commit(self) -> ShardRecord:
@@ -165,10 +177,18 @@ class ShardWriter:
                 "taps": _tap_statistics(self._facts_NL4),
             }
         )
-        crc32c = seal(self._folder, {"shard": self.name, **counts})
+        facts = {"shard": self.name, "dataset_sha256": self._dataset.sha256, **counts}
+        crc32c = seal(self._folder, facts, required=self._expected_files())
         record = ShardRecord(self.name, **counts, commit_crc32c=crc32c)
         self._dataset.publish(self._folder, record, rank=self._rank)
         return record
+
+    def _expected_files(self) -> Iterator[str]:
+        """What is in the folder, unless someone removed it while this shard was written."""
+        yield "zarr.json"
+        for name, array in self._arrays.items():
+            yield f"{name}/zarr.json"
+            yield from _files_of_rows(name, array, 0, array.shape[0])
 
     def _write_small_arrays(self) -> int:
         """All arrays but the planes; returns how many tokens are supervised."""
@@ -185,6 +205,7 @@ class ShardWriter:
         for name, spec in (_TOKEN_ARRAYS | _DOCUMENT_ARRAYS).items():
             array = _create_array(self._group, name, len(content[name]), spec)
             array[:] = content[name].astype(spec.dtype)
+            self._arrays[name] = array
         return sum(supervised)
 
 
@@ -213,10 +234,13 @@ class ShardReader:
     def __init__(self, dataset: Dataset, record: ShardRecord) -> None:
         self.path = path = dataset.shard_path(record.name)
         self.record, self.codec = record, dataset.codec
-        self.files = read_commit(path, record)
+        self.files = read_commit(dataset, record)
         check_sizes(path, self.files)
         check_checksums(path, {n: f for n, f in self.files.items() if n.endswith("zarr.json")})
-        self._group = zarr.open_group(path, mode="r", zarr_format=3)
+        try:
+            self._group = zarr.open_group(path, mode="r", zarr_format=3)
+        except _NOT_ZARR as error:
+            raise damage(path, "zarr.json", f"is not a group's ({error})") from None
         self.attributes: dict[str, Any] = dict(self._group.attrs)
         specs = self.codec.arrays() | _TOKEN_ARRAYS | _DOCUMENT_ARRAYS
         self._arrays = {name: self._open_array(name, spec) for name, spec in specs.items()}
@@ -231,6 +255,8 @@ class ShardReader:
         ends = (int(self.offsets[0]), int(self.offsets[-1]))
         if ends != (0, record.tokens) or (self.offsets.diff() < 1).any():
             raise damage(path, "offsets", f"does not rise from 0 to {record.tokens}")
+        if int(self.supervised.sum()) != record.supervised:
+            raise damage(path, "supervised", f"is not {record.supervised} in all")
 
     def _open_array(self, name: str, spec: ArraySpec) -> Any:
         """An array, if its shape and type are what the manifest and the codec say."""
@@ -238,10 +264,24 @@ class ShardReader:
         shape = (rows + (name == "offsets"), *spec.shape_per_token)
         if f"{name}/zarr.json" not in self.files:
             raise damage(self.path, name, "is missing")
-        array: Any = self._group[name]
+        try:
+            array: Any = self._group[name]
+            rows_per_file, chunk = (array.shards or array.chunks)[0], array.chunks
+        except _NOT_ZARR as error:
+            raise damage(self.path, f"{name}/zarr.json", f"is not an array's ({error})") from None
         if array.shape != shape or array.dtype != np.dtype(spec.dtype):
             found = f"{array.dtype} {array.shape}"
             raise damage(self.path, name, f"is {found} instead of {spec.dtype} {shape}")
+        is_plane = bool(spec.shape_per_token)
+        if (
+            chunk[1:] != spec.shape_per_token
+            or (array.shards is not None) != is_plane
+            or rows_per_file % chunk[0]
+            or rows_per_file > _MOST_ROWS
+        ):
+            raise damage(
+                self.path, f"{name}/zarr.json", "is cut into other chunks than a writer's"
+            )
         return array
 
     def _files(self, name: str, spec: ArraySpec) -> PlaneFiles:
@@ -255,9 +295,7 @@ class ShardReader:
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         array = self._arrays[name]
         # zarr reads a file that is gone as fill values, so look for it before each read.
-        step = (array.shards or array.chunks)[0]
-        for chunk in range(start // step, -(-stop // step)):
-            file = "/".join([name, "c", str(chunk), *["0"] * (array.ndim - 1)])
+        for file in _files_of_rows(name, array, start, stop):
             check_sizes(self.path, {file: self.files.get(file, {"bytes": -1})})
         direct = self._direct.get(name)
         try:
@@ -295,7 +333,9 @@ class ShardSet:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        datasets = [Dataset.open(path) for path in paths]
+        paths = tuple(paths)
+        _refuse_twice(paths)
+        self._datasets = datasets = [Dataset.open(path) for path in paths]
         _refuse_other_meaning(datasets)
         self.contract = datasets[0].contract
         self.target = TargetSpec.from_dict(self.contract["target"])
@@ -351,6 +391,19 @@ class ShardSet:
         """The data set that document i is in."""
         return self._shards[self._find(i)[0]][0].path
 
+    def coverage(self) -> list[tuple[Path, int, int | None]]:
+        """Of each data set: its path, its documents here, and those planned, if it says so."""
+        stored: Counter[Path] = Counter()
+        for dataset, record in self._shards:
+            stored[dataset.path] += record.documents
+        return [(d.path, stored[d.path], d.contract.get("documents")) for d in self._datasets]
+
+    def data_hashes(self) -> set[str]:
+        """sha256 of the files of conversations that the documents came from, as far as known."""
+        return {
+            sha for dataset in self._datasets for sha in dataset.contract.get("data_sha256", [])
+        }
+
     def identity(self) -> str:
         """Hash of all that gives the content its meaning, and of the shards that are there."""
         contracts = {}
@@ -371,6 +424,13 @@ def _records_or_refuse(dataset: Dataset) -> list[ShardRecord]:
     if not any(record.documents for record in records):
         raise ValueError(f"{dataset.path} holds no committed document yet; run extract first")
     return records
+
+
+def _refuse_twice(paths: Sequence[Path]) -> None:
+    places = [path.resolve() for path in paths]
+    for place, path in enumerate(paths):
+        if places[place] in places[:place]:
+            raise ValueError(f"{path} is given twice, and would count twice; name it once")
 
 
 def _refuse_other_meaning(datasets: Sequence[Dataset]) -> None:

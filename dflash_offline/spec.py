@@ -6,8 +6,11 @@ says. Both are compared at each hand-over: shards of one target are never used w
 
 import hashlib
 import json
+import reprlib
 import struct
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,14 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_CONFIG_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+_SHOWN_VALUE, _SHOWN_REASON = 80, 240
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _SHOWN_VALUE
+_REQUIRED: Any = object()
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
@@ -47,17 +58,144 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / 4) for i in range(5))
 
 
+def shown(value: Any) -> str:
+    """`value` as Python spells it, for a message: no more of it than a line holds."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= _SHOWN_VALUE else f"{text[: _SHOWN_VALUE - 3]}..."
+
+
+def reason(error: BaseException) -> str:
+    """What a library's error says, in one line and without its paragraphs."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return text if len(text) <= _SHOWN_REASON else f"{text[: _SHOWN_REASON - 3]}..."
+
+
+@contextmanager
+def failing_as(sentence: str) -> Iterator[None]:
+    """Whatever a library raises over a user's file becomes one ValueError.
+
+    Libraries answer a damaged file with errors of any type. Full memory is no fault of the file.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; it is not imported here
+            raise
+        raise ValueError(f"{sentence}: {reason(error)}") from error
+
+
+def check_file(path: Path, what: str = "") -> None:
+    """FileNotFoundError or ValueError unless a regular file: to read a fifo may never end."""
+    named = f"{what} {path}".lstrip()
+    if not path.exists():
+        raise FileNotFoundError(f"{named} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{named} is not a regular file")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError that names the file and the place."""
+    check_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A JSON object that others wrote: each value is checked for type and range as it is taken.
+
+    ValueError names the file, the key and the value. Null is a value only where a default is None.
+    """
+
+    file: Path | str
+    values: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> "Facts":
+        return cls(path, read_json(path))
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def inner(self, key: str) -> "Facts":
+        """The object under `key`; empty if there is none."""
+        value = self.values.get(key)
+        self._check(key, value, value is None or isinstance(value, dict), "a JSON object")
+        return Facts(self.file, value or {})
+
+    def text(self, key: str) -> str:
+        value = self._get(key)
+        self._check(key, value, isinstance(value, str), "text")
+        return str(value)
+
+    def flag(self, key: str, default: bool | None) -> Any:
+        value = self._get(key, default)
+        is_fit = value is default or isinstance(value, bool)
+        return self._check(key, value, is_fit, "true or false")
+
+    def number(self, key: str, default: Any = _REQUIRED) -> float:
+        """Positive and finite."""
+        value = self._get(key, default)
+        is_fit = type(value) in (int, float) and 0 < value <= sys.float_info.max
+        return float(self._check(key, value, is_fit, "a positive number"))
+
+    def whole(
+        self,
+        key: str,
+        *,
+        least: int = 1,
+        most: int = 2**31 - 1,
+        multiple_of: int = 1,
+        default: Any = _REQUIRED,
+    ) -> Any:
+        """An int, or None where that is the default."""
+        value = self._get(key, default)
+        is_fit = type(value) is int and least <= value <= most and value % multiple_of == 0
+        wanted = f"a whole number from {least} to {most}"
+        wanted += f", a multiple of {multiple_of}" if multiple_of > 1 else ""
+        return self._check(key, value, is_fit or value is default, wanted)
+
+    def token_ids(self, key: str, rows: int) -> list[int]:
+        """The ids under `key`, which may hold one, a list or nothing."""
+        value = self.values.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        is_fit = all(type(token) is int and 0 <= token < rows for token in ids)
+        self._check(key, value, is_fit, f"a token id, or a list of them, from 0 to {rows - 1}")
+        return ids
+
+    def rising(self, key: str, *, below: int) -> tuple[int, ...]:
+        ids = self._get(key)
+        is_fit = isinstance(ids, list) and all(type(i) is int and 0 <= i < below for i in ids)
+        is_fit = is_fit and bool(ids) and ids == sorted(set(ids))
+        return tuple(self._check(key, ids, is_fit, f"a rising list of ids below {below}"))
+
+    def layer_types(self, layers: int) -> tuple[str, ...]:
+        """The kind of each drafter layer: full attention where nothing is said."""
+        kinds = self.values.get("layer_types")
+        if kinds is None:
+            return ("full_attention",) * layers
+        is_fit = isinstance(kinds, list) and all(kind in LAYER_TYPES for kind in kinds)
+        is_fit = is_fit and len(kinds) == layers
+        wanted = f"a list of {layers} (num_hidden_layers) of {', '.join(LAYER_TYPES)}"
+        return tuple(self._check("layer_types", kinds, is_fit, wanted))
+
+    def _get(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self.values.get(key, default)
+        if value is _REQUIRED:
+            raise ValueError(f"{self.file} lacks the key {key!r}")
+        return value
+
+    def _check(self, key: str, value: Any, is_fit: bool, wanted: str) -> Any:
+        if not is_fit:
+            raise ValueError(f"{self.file}: {key} is {shown(value)}; it must be {wanted}")
+        return value
 
 
 def canonical_hash(value: Any) -> str:
@@ -80,6 +218,7 @@ def _weight_digest_parts(path: Path) -> Iterator[bytes]:
 
     A fine-tune that leaves both ends alone still moves the weights between. A second for 50 GB.
     """
+    check_file(path)
     size = path.stat().st_size
     yield path.name.encode() + struct.pack("<Q", size)
     with path.open("rb") as file:
@@ -99,18 +238,12 @@ def _content_hash(folder: Path) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"{folder} holds no .safetensors file; convert the model first")
-    digest = hashlib.sha256(
-        _hash_files(folder, ("config.json", "generation_config.json")).encode()
-    )
+    digest = hashlib.sha256(_hash_files(folder, _CONFIG_FILES).encode())
     digest.update(_hash_files(folder, _TOKENIZER_FILES + _TEMPLATE_FILES).encode())
     for path in weights:
         for part in _weight_digest_parts(path):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _token_ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
 @dataclass(frozen=True)
@@ -140,34 +273,34 @@ class TargetSpec:
         """From the folder's own files. FileNotFoundError or ValueError names the one at fault."""
         if not folder.is_dir():
             raise FileNotFoundError(f"target folder {folder} does not exist")
-        config = read_json(folder / "config.json")
+        config = Facts.read(folder / "config.json")
         # Multimodal wrappers (Qwen3.5/3.6) keep the language model's facts one level down.
-        text = config.get("text_config", config)
-        rope = text.get("rope_parameters") or {}
-        rope = rope.get("full_attention", rope)  # some families have one for each kind of layer
+        text = config.inner("text_config") if config.has("text_config") else config
+        rope = text.inner("rope_parameters")
+        if rope.has("full_attention"):  # some families have one for each kind of layer
+            rope = rope.inner("full_attention")
+        rope = rope if rope.has("rope_theta") else text
+        rows = text.whole("vocab_size")
         generation_path = folder / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.is_file() else {}
-        stops = _token_ids(generation.get("eos_token_id")) + _token_ids(text.get("eos_token_id"))
-        try:
-            return cls(
-                name=folder.resolve().name,
-                content_hash=_content_hash(folder),
-                model_type=text["model_type"],
-                num_layers=text["num_hidden_layers"],
-                hidden_size=text["hidden_size"],
-                mlp_width=text.get("intermediate_size"),
-                vocab_size=text["vocab_size"],
-                rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 10_000.0))),
-                max_position_embeddings=text["max_position_embeddings"],
-                bos_token_id=text.get("bos_token_id"),
-                pad_token_id=text.get("pad_token_id"),
-                eos_token_ids=tuple(dict.fromkeys(stops)),
-                tokenizer_hash=_hash_files(folder, _TOKENIZER_FILES),
-                template_hash=_hash_files(folder, _TEMPLATE_FILES),
-            )
-        except KeyError as error:
-            raise ValueError(f"{folder / 'config.json'} lacks the key {error}") from None
+        generation = Facts.read(generation_path) if generation_path.exists() else text
+        stops = [part.token_ids("eos_token_id", rows) for part in (generation, text)]
+        return cls(
+            name=folder.resolve().name,
+            content_hash=_content_hash(folder),
+            model_type=text.text("model_type"),
+            num_layers=text.whole("num_hidden_layers"),
+            hidden_size=text.whole("hidden_size"),
+            mlp_width=text.whole("intermediate_size", default=None),
+            vocab_size=rows,
+            rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+            rope_theta=rope.number("rope_theta", 10_000.0),
+            max_position_embeddings=text.whole("max_position_embeddings"),
+            bos_token_id=text.whole("bos_token_id", least=-1, default=None),
+            pad_token_id=text.whole("pad_token_id", least=-1, default=None),
+            eos_token_ids=tuple(dict.fromkeys(stops[0] + stops[1])),
+            tokenizer_hash=_hash_files(folder, _TOKENIZER_FILES),
+            template_hash=_hash_files(folder, _TEMPLATE_FILES),
+        )
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> "TargetSpec":
@@ -282,31 +415,32 @@ class DrafterSpec:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DrafterSpec":
-        """From z-lab's config.json, ours or a published one. Raises ValueError naming the key."""
-        dflash = config.get("dflash_config") or {}
-        rope = config.get("rope_parameters") or {}
-        try:
-            layers = config["num_hidden_layers"]
-            return cls(
-                target_layer_ids=tuple(dflash["target_layer_ids"]),
-                mask_token_id=dflash["mask_token_id"],
-                block_size=dflash.get("block_size", config.get("block_size", 16)),
-                num_target_layers=config["num_target_layers"],
-                hidden_size=config["hidden_size"],
-                vocab_size=config["vocab_size"],
-                mlp_width=config["intermediate_size"],
-                heads=config["num_attention_heads"],
-                kv_heads=config["num_key_value_heads"],
-                head_dim=config["head_dim"],
-                layer_types=tuple(config.get("layer_types") or ["full_attention"] * layers),
-                sliding_window=config.get("sliding_window"),
-                rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
-                rms_norm_eps=config["rms_norm_eps"],
-                max_position_embeddings=config["max_position_embeddings"],
-                tie_word_embeddings=config.get("tie_word_embeddings", False),
-                bos_token_id=config.get("bos_token_id"),
-                eos_token_id=config.get("eos_token_id"),
-                pad_token_id=config.get("pad_token_id"),
-            )
-        except KeyError as error:
-            raise ValueError(f"the drafter's config.json lacks the key {error}") from None
+        """From z-lab's config.json, ours or a published one. ValueError names key and value."""
+        facts = Facts("the drafter's config.json", config)
+        dflash, rope = facts.inner("dflash_config"), facts.inner("rope_parameters")
+        rows, target_layers = facts.whole("vocab_size"), facts.whole("num_target_layers")
+        kv_heads = facts.whole("num_key_value_heads")
+        kinds = facts.layer_types(facts.whole("num_hidden_layers"))
+        window = _REQUIRED if "sliding_attention" in kinds else None
+        sized = dflash if dflash.has("block_size") else facts
+        return cls(
+            target_layer_ids=dflash.rising("target_layer_ids", below=target_layers),
+            mask_token_id=dflash.whole("mask_token_id", least=0, most=rows - 1),
+            block_size=sized.whole("block_size", least=2, most=64, default=16),
+            num_target_layers=target_layers,
+            hidden_size=facts.whole("hidden_size"),
+            vocab_size=rows,
+            mlp_width=facts.whole("intermediate_size"),
+            heads=facts.whole("num_attention_heads", multiple_of=kv_heads),
+            kv_heads=kv_heads,
+            head_dim=facts.whole("head_dim", multiple_of=2),
+            layer_types=kinds,
+            sliding_window=facts.whole("sliding_window", default=window),
+            rope_theta=(rope if rope.has("rope_theta") else facts).number("rope_theta"),
+            rms_norm_eps=facts.number("rms_norm_eps"),
+            max_position_embeddings=facts.whole("max_position_embeddings"),
+            tie_word_embeddings=facts.flag("tie_word_embeddings", False),
+            bos_token_id=facts.whole("bos_token_id", least=-1, default=None),
+            eos_token_id=next(iter(facts.token_ids("eos_token_id", rows)), None),
+            pad_token_id=facts.whole("pad_token_id", least=-1, default=None),
+        )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
-from dflash_offline.spec import read_json
+from dflash_offline.spec import Facts, failing_as, read_json, reason, shown
 
 # Functions of the hybrid (gated delta rule) targets that transformers binds at import to an
 # installed package, whatever the device: module attribute -> what it computes.
@@ -67,28 +67,24 @@ class TappedTarget:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
     ) -> "TappedTarget":
-        """The target in `folder`, without what lies above the deepest of `target_layer_ids`."""
+        """The target in `folder`, without what lies above the deepest of `target_layer_ids`.
+
+        ValueError says why the folder cannot be loaded.
+        """
+        _weight_files(folder)  # a damaged file is named here; transformers names none
         depth = max(target_layer_ids) + 1
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        text = config.get_text_config()
-        text.num_hidden_layers = depth
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:depth]
-        with _quiet():  # the weights left out on purpose would fill a screen
+        # The weights left out on purpose would fill a screen.
+        with failing_as(f"{folder} cannot be loaded as a target"), _quiet():
             tower, loading = AutoModel.from_pretrained(
                 folder,
-                config=text,
+                config=_config_up_to(folder, depth, trust_remote_code),
                 dtype=dtype,
                 attn_implementation="sdpa",
                 trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # named below; transformers only logs them
                 output_loading_info=True,
             )
-        if loading["missing_keys"]:
-            missing = ", ".join(sorted(loading["missing_keys"])[:3])
-            raise ValueError(
-                f"{folder} lacks {len(loading['missing_keys'])} weights of its text tower, "
-                f"{missing} among them; the target's folder is incomplete"
-            )
+        _check_loaded(folder, loading)
         tower = tower.to(device).eval().requires_grad_(False)
         return cls(tower, _decoder_layers(tower, depth), target_layer_ids)
 
@@ -138,6 +134,32 @@ class TappedTarget:
             yield
         finally:
             module.update(self._bypass)
+
+
+def _config_up_to(folder: Path, depth: int, trust_remote_code: bool) -> Any:
+    """The config of a text tower of `depth` layers."""
+    text = AutoConfig.from_pretrained(
+        folder, trust_remote_code=trust_remote_code
+    ).get_text_config()
+    text.num_hidden_layers = depth
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:depth]
+    return text
+
+
+def _check_loaded(folder: Path, loading: dict[str, Any]) -> None:
+    """ValueError unless the weights are all there and have the shapes of the config."""
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of its text tower, {', '.join(missing[:3])} "
+            "among them; the target's folder is incomplete"
+        )
+    if mismatched := sorted(loading["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ValueError(
+            f"{folder}: {len(mismatched)} weights do not fit its config.json: {name} is "
+            f"{tuple(found)}, by the config {tuple(expected)}"
+        )
 
 
 def _decoder_layers(tower: nn.Module, depth: int) -> nn.ModuleList:
@@ -203,29 +225,44 @@ class FrozenEnds:
 
 def _is_tied(folder: Path, files: dict[str, Path]) -> bool:
     """As the config says; if it says nothing, whether a head of its own is missing."""
-    config = read_json(folder / "config.json")
-    for part in (config, config.get("text_config", {})):
-        if "tie_word_embeddings" in part:
-            return bool(part["tie_word_embeddings"])
+    config = Facts.read(folder / "config.json")
+    for part in (config, config.inner("text_config")):
+        if part.has("tie_word_embeddings"):
+            return bool(part.flag("tie_word_embeddings", None))
     return not any(key in files for key in LM_HEAD_KEYS)
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Weight name -> the safetensors file that holds it, sharded or not."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names: dict[str, str] = read_json(index)["weight_map"]
-        for name in names.values():
-            if Path(name).name != name:
-                raise ValueError(f"{index} names {name!r}, which is no file of that folder")
-        return {key: folder / name for key, name in names.items()}
     files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weight_paths(folder):
         with _opened(path) as weights:
             files |= dict.fromkeys(weights.keys(), path)
     if not files:
         raise FileNotFoundError(f"{folder} holds no .safetensors file; convert the model first")
     return files
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    """In transformers' order: one whole file goes before an index."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return [whole]
+    return _indexed(index) if index.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, all of its own folder and of those the identity covers."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index}: weight_map is {shown(names)}; it must name each weight's file")
+    for name in names.values():
+        is_name = isinstance(name, str) and Path(name).name == name
+        if not is_name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index} names {shown(name)}, which is no .safetensors file of that folder"
+            )
+    return [index.with_name(name) for name in sorted(set(names.values()))]
 
 
 def _read(folder: Path, files: dict[str, Path], names: Sequence[str]) -> Tensor:
@@ -242,5 +279,5 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as weights:
             yield weights
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    except (SafetensorError, OSError) as error:  # the latter may name no file
+        raise ValueError(f"{path} is not a whole safetensors file: {reason(error)}") from None

@@ -54,6 +54,8 @@ def current_world(device: str) -> World:
         )
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK is {rank} and WORLD_SIZE {size}; ranks are 0 to WORLD_SIZE - 1")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu or auto")

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +17,17 @@ from dflash_offline.acceptance import (
 )
 from dflash_offline.checkpoint import load_drafter
 from dflash_offline.config import EvaluateConfig
-from dflash_offline.contract import check_drafter, check_same_target
+from dflash_offline.contract import (
+    check_drafter,
+    check_mask_token,
+    check_same_target,
+    incomplete,
+)
 from dflash_offline.files import write_json
 from dflash_offline.loss import TOP
-from dflash_offline.metrics import progress
+from dflash_offline.metrics import progress, say
 from dflash_offline.shards import ShardSet
-from dflash_offline.spec import TargetSpec
+from dflash_offline.spec import TargetSpec, read_json
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import current_world
 
@@ -34,11 +40,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         raise ValueError("evaluate runs in one process; start it without torchrun")
     device = world.device
     dtype = getattr(torch, config.dtype)
+    check_report_path(config.output)
     shards = ShardSet(config.shards)
+    for warning in incomplete(shards):
+        say(warning)
     drafter = load_drafter(config.drafter, device=device, dtype=dtype)
     target = TargetSpec.read(config.target)
     check_same_target(shards, target)
     check_drafter(drafter.spec, shards)
+    check_mask_token(shards, drafter.spec.mask_token_id)
     ends = FrozenEnds.load(config.target, device=device, dtype=dtype)
     block_size = config.block_size or drafter.spec.block_size
 
@@ -64,6 +74,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     write_json(config.output.with_suffix(".config.json"), resolved)
     facts = {name: value for name, value in report.items() if name not in ("slots", "documents")}
     return {**facts, "seconds": time.monotonic() - started, "written to": str(config.output)}
+
+
+def check_report_path(path: Path) -> None:
+    """ValueError if writing to `path` would destroy anything but an earlier report."""
+    if path.is_dir() or not path.name:
+        raise ValueError(f"--output {path} is a folder; name a JSON file")
+    if path.exists() and "acceptance_length" not in read_json(path):
+        raise ValueError(f"--output {path} exists and is no evaluation; choose another name")
 
 
 def build_report(

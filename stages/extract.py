@@ -74,6 +74,12 @@ def extract(config: ExtractConfig) -> dict[str, Any]:
 def prepare(config: ExtractConfig) -> Setup:
     """Read the target's facts and the corpus, and plan. What a user can get wrong fails here."""
     world = current_world(config.device)
+    saved_config = config_path(config.output).resolve()
+    if any(path.resolve() == saved_config for path in config.data):
+        raise ValueError(
+            f"--data {saved_config} is where the configuration of --output {config.output} goes; "
+            "choose another name for one of them"
+        )
     spec = TargetSpec.read(config.target)
     layer_ids = spec.check_layer_ids(config.target_layer_ids or default_layer_ids(spec.num_layers))
     max_length = min(config.max_length, spec.max_position_embeddings)
@@ -126,8 +132,12 @@ def open_dataset(setup: Setup) -> Dataset:
     )
     # Beside the data set: the store holds nothing that its checksums do not cover.
     resolved = {**asdict(setup.config), "target_layer_ids": setup.layer_ids}
-    write_json(path.resolve().with_name(f"{path.resolve().name}.extract.json"), resolved)
+    write_json(config_path(path), resolved)
     return dataset
+
+
+def config_path(output: Path) -> Path:
+    return output.resolve().with_name(f"{output.resolve().name}.extract.json")
 
 
 def make_contract(setup: Setup) -> dict[str, Any]:

@@ -103,9 +103,9 @@ def _find(path: Path) -> tuple[Dataset, list[ShardRecord]]:
     if Dataset.exists(path):
         dataset = Dataset.open(path)
         records = list(dataset.committed().values())
-    elif path.is_dir() and path.absolute().parent.name == "shards":
-        dataset = Dataset.open(path.absolute().parent.parent)
-        records = [r for r in dataset.committed().values() if r.name == path.absolute().name]
+    elif shard := next((p for p in (path.resolve(), path.absolute()) if _is_shard(p)), None):
+        dataset = Dataset.open(shard.parent.parent)
+        records = [r for r in dataset.committed().values() if r.name == shard.name]
         if not records:
             raise ValueError(f"{path} was never committed: no manifest of its data set names it")
     else:
@@ -116,6 +116,11 @@ def _find(path: Path) -> tuple[Dataset, list[ShardRecord]]:
     if not filled:
         raise ValueError(f"{path} holds no committed document; run extract first")
     return dataset, filled
+
+
+def _is_shard(path: Path) -> bool:
+    """Asked of a path with its links and without: shards/ and shards may be links themselves."""
+    return path.is_dir() and path.parent.name == "shards" and Dataset.exists(path.parent.parent)
 
 
 def _payload_bytes(reader: ShardReader) -> int:

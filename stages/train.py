@@ -21,7 +21,7 @@ from dflash_offline.checkpoint import (
     save_checkpoint,
 )
 from dflash_offline.config import TrainConfig
-from dflash_offline.contract import check_mask_token, check_same_target
+from dflash_offline.contract import check_mask_token, check_same_target, incomplete
 from dflash_offline.drafter import Drafter
 from dflash_offline.files import write_json
 from dflash_offline.loss import BlockLoss
@@ -76,10 +76,8 @@ def prepare(config: TrainConfig, world: World) -> Setup:
         raise ValueError(
             f"--rows-per-step {config.rows_per_step} is no multiple of the {world.size} ranks"
         )
-    if list_checkpoints(config.output) and not config.resume:
-        raise ValueError(
-            f"{config.output} already holds a run; go on with --resume or choose another --output"
-        )
+    if world.is_first:
+        check_run_folder(config)
     target = TargetSpec.read(config.target)
     shards, heldout = ShardSet(config.shards), ShardSet(config.eval_shards)
     for data in (shards, heldout):
@@ -90,7 +88,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
             f"{list(shards.target_layer_ids)}; extract both with the same --target-layer-ids"
         )
     mask_token = target.resolve_mask_token(config.mask_token_id)
-    in_prompts = check_mask_token(shards, mask_token)
+    in_prompts = sum(check_mask_token(data, mask_token) for data in (shards, heldout))
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     ends = FrozenEnds.load(config.target, device=world.device, dtype=dtype)
     spec = drafter_spec(config, target, shards.target_layer_ids, mask_token, tied=ends.tied)
@@ -100,6 +98,18 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     if world.is_first:
         describe(setup, in_prompts)
     return setup
+
+
+def check_run_folder(config: TrainConfig) -> None:
+    """ValueError if a run in --output would destroy what is there: another run, or other files."""
+    output = config.output
+    if list_checkpoints(output) and not config.resume:
+        raise ValueError(
+            f"{output} already holds a run; go on with --resume or choose another --output"
+        )
+    is_run = (output / "log.jsonl").is_file() or (output / "checkpoints").is_dir()
+    if output.exists() and not is_run and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} is no run and not empty; choose another folder")
 
 
 def drafter_spec(
@@ -166,10 +176,11 @@ def describe(setup: Setup, mask_tokens_in_prompts: int) -> None:
     cut = int((shards.lengths > config.row_tokens).sum())
     if cut:
         say(f"warning: {cut:,} documents are longer than --row-tokens and are cut to it")
-    trained_on = {path.resolve() for path in config.shards}
-    for path in config.eval_shards:
-        if path.resolve() in trained_on:
-            say(f"warning: {path} is trained on, so its held-out figures mean nothing")
+    for warning in incomplete(shards) + incomplete(setup.heldout):
+        say(warning)
+    same_folder = {p.resolve() for p in config.shards} & {p.resolve() for p in config.eval_shards}
+    if same_folder or shards.data_hashes() & setup.heldout.data_hashes():
+        say("warning: held-out data is also trained on, so held-out figures mean nothing")
     if mask_tokens_in_prompts:
         say(f"warning: the mask token stands {mask_tokens_in_prompts:,} times in prompts")
 
@@ -250,7 +261,13 @@ def evaluate_heldout(setup: Setup, state: TrainState) -> BlockLoss:
             batch = setup.batch(setup.heldout, stream[n], seed=n)  # the same anchors every time
             total += row_loss(state.drafter, setup.ends, batch, 1.0).packed()
             bar.advance()
-    return BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
+    sums = BlockLoss.unpacked(world.sum_(total), setup.spec.block_size)
+    if sums.weight == 0:
+        raise ValueError(
+            "the held-out rows hold no token to learn; raise --row-tokens or --eval-rows, or look "
+            "at --eval-shards with inspect-shard"
+        )
+    return sums
 
 
 class SkippedSteps:
@@ -269,12 +286,20 @@ class SkippedSteps:
                 "inspect-shard"
             )
 
+    def refuse_all(self, steps: int) -> None:
+        """ValueError if none of this process's steps did anything."""
+        if steps and self.total == steps:
+            raise ValueError(
+                f"none of {steps} steps changed anything; raise --row-tokens, or look at the "
+                "shards with inspect-shard"
+            )
+
 
 def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     """The loop, from `state.step` to the last step; then the export."""
     config, world = setup.config, setup.world
     if world.is_first:
-        write_json(config.output / "config.json", resolved_config(setup))
+        config.output.mkdir(parents=True, exist_ok=True)
         if state.step == config.steps:
             say("this run is finished already; exporting its drafter again")
     pace, skipped = Pace(state.step), SkippedSteps()
@@ -282,6 +307,8 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
     quality: dict[str, float] = {}
     log_path = config.output / "log.jsonl" if world.is_first else None
     with Log(log_path) as log, prefetch(feed(setup, state.rows)) as steps:
+        if world.is_first:
+            write_json(config.output / "config.json", resolved_config(setup))
         while state.step < config.steps:
             rows = pace.wait_for(steps)
             share = rate(state.step, config.steps, config.warmup)
@@ -302,6 +329,7 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
             if world.is_first and (state.step % config.save_every == 0 or last):
                 facts = resumable_facts(setup)
                 save_checkpoint(config.output, state, facts, keep=config.keep_checkpoints)
+    skipped.refuse_all(state.step - first_step + 1)
     world.barrier()  # the others must not leave while rank 0 still saves
     return finish(setup, state, quality, skipped.total, time.monotonic() - pace.started)
 

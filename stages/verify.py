@@ -61,7 +61,7 @@ def verify(path: Path, config: VerifyConfig) -> Verdict:
 
 def _check(dataset: Dataset, record: ShardRecord, seen: dict[int, str]) -> None:
     """ValueError says what is wrong with a shard. Documents of sound shards go into `seen`."""
-    check_shard(dataset.shard_path(record.name), record)
+    check_shard(dataset, record)
     reader = ShardReader(dataset, record)
     documents = reader.document_index.tolist()
     for document in documents:
@@ -84,8 +84,6 @@ def _check_tokens(reader: ShardReader, vocab_size: int) -> None:
     by_document = torch.tensor([int(part.sum()) for part in _split(mask, reader)])
     if not torch.equal(by_document, reader.supervised):
         raise ValueError("supervised does not count what loss_mask marks")
-    if int(by_document.sum()) != reader.record.supervised:
-        raise ValueError("the manifest counts other supervised tokens than loss_mask marks")
 
 
 def _split(tokens: Tensor, reader: ShardReader) -> Iterator[Tensor]:
@@ -103,7 +101,7 @@ def _check_states(reader: ShardReader, start: int, stop: int) -> None:
 
 def _leftovers(dataset: Dataset, records: list[ShardRecord]) -> Iterator[str]:
     named = {record.name for record in records}
-    for folder in sorted((dataset.path / "shards").iterdir()):
+    for folder in sorted((dataset.path / "shards").glob("*")):
         if folder.name.startswith(".tmp-"):
             yield f"{folder.name} is a shard being written, or left by a killed run"
         elif folder.name not in named:

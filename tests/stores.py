@@ -9,11 +9,14 @@ from dflash_offline.shards import ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec
 
 
-def make_store(path, target_folder, documents, *, layer_ids=(1, 2, 3), seed=0, codec="raw"):
+def make_store(
+    path, target_folder, documents, *, layer_ids=(1, 2, 3), seed=0, codec="raw", contract=()
+):
     """One shard of `documents` (pairs of token ids and loss mask), with random taps."""
     spec = TargetSpec.read(target_folder)
     g = torch.Generator().manual_seed(seed)
     contract = {
+        **dict(contract),
         "target": spec.to_dict(),
         "target_layer_ids": list(layer_ids),
         "layer_convention": LAYER_CONVENTION,

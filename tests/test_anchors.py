@@ -109,4 +109,5 @@ def test_every_candidate_is_drawn_equally_often():
 def test_weights_decay_as_in_the_paper():
     assert [default_gamma(k) for k in (16, 10, 8)] == [7.0, 5.0, 4.0]
     weights = slot_weights(4, 4.0)
+    assert slot_weights(4, 1e-3).tolist() == [0.0, 1.0, 0.0, 0.0]
     assert weights.tolist() == [0.0, 1.0, *torch.exp(torch.tensor([-0.25, -0.5])).tolist()]

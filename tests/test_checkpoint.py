@@ -1,6 +1,7 @@
 """Checkpoints and exports: whole or not at all, and refused when they are damaged."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -42,6 +43,39 @@ def test_an_unfinished_checkpoint_is_not_one(tmp_path):
     assert len(saved(tmp_path, (5,))) == 1  # and does not stand in the way
 
 
+def test_stray_entries_are_no_checkpoints(tmp_path):
+    (folder,) = saved(tmp_path, (4,))
+    shutil.copytree(folder, folder.with_name("step-00000004.bak"))
+    (folder.with_name("step-00000009")).mkdir()
+    (folder.with_name("step-00000010")).write_text("")
+    assert list_checkpoints(tmp_path) == [folder]
+
+
+def test_files_of_one_checkpoint_do_not_fit_another(tmp_path):
+    first, second = saved(tmp_path, (1, 2))
+    for name in ("drafter.safetensors", "optimizer.pt"):
+        shutil.copytree(second, tmp_path / name)
+        (tmp_path / name / name).write_bytes((first / name).read_bytes() + b" ")
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            load_checkpoint(tmp_path / name, state_of(), {"lr": 0.5})
+
+
+def test_a_drafter_with_nan_is_neither_exported_nor_loaded(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    drafter = small_drafter(small_spec())
+    export_drafter(drafter, tmp_path / "drafter")
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "drafter" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not loaded: norm\.weight holds inf or NaN"):
+        load_drafter(tmp_path / "drafter", device=CPU, dtype=torch.float32)
+    drafter.norm.weight.data[0] = float("inf")
+    with pytest.raises(ValueError, match="not exported"):
+        export_drafter(drafter, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_checkpoint_restores_step_rows_and_weights(tmp_path):
     (folder,) = saved(tmp_path, (3,))
     state = state_of(seed=8)
@@ -53,9 +87,17 @@ def test_a_checkpoint_restores_step_rows_and_weights(tmp_path):
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
     (folder,) = saved(tmp_path)
     weights = folder / "drafter.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"drafter\.safetensors is damaged"):
-        load_checkpoint(folder, state_of(), {"lr": 0.5})
+    whole = weights.read_bytes()
+    for wrong in (whole[:100], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], b""):
+        weights.write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"drafter\.safetensors is damaged"):
+            load_checkpoint(folder, state_of(), {"lr": 0.5})
+    weights.write_bytes(whole)
+    text = (folder / "state.json").read_text()
+    for wrong in (text.replace('"step": 1', '"step": 2'), "{}", '{"sha256": 3}'):
+        (folder / "state.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"state\.json is damaged"):
+            load_checkpoint(folder, state_of(), {"lr": 0.5})
     (folder / "state.json").write_text("{")
     with pytest.raises(ValueError, match=r"state\.json is not JSON"):
         load_checkpoint(folder, state_of(), {"lr": 0.5})

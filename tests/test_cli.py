@@ -70,7 +70,10 @@ def test_values_out_of_range_are_usage_errors_that_name_the_option(capsys):
     base = ["train", "--shards", "a", "--eval-shards", "b", "--target", "c", "--output", "d"]
     for more, words in [
         (["--block-size", "1"], "--block-size is 1; it must be at least 2"),
-        (["--lr", "nan"], "--lr is nan"),
+        (["--lr", "nan"], "--lr is nan; it must be a finite number"),
+        (["--weight-decay", "inf"], "--weight-decay is inf"),
+        (["--row-tokens", "99999999999999999999999"], "--row-tokens is 9999"),
+        (["--mlp-width", "1000000000000"], "--mlp-width is 1000000000000"),
         (["--heads", "6", "--kv-heads", "4"], "--heads 6 is no multiple of --kv-heads 4"),
         (["--optimizer", "sgd"], "sgd"),
     ]:
@@ -134,6 +137,9 @@ def test_a_full_gpu_is_one_sentence_and_a_bug_is_a_traceback(monkeypatch, capsys
     assert code == 1
     assert "Tried to allocate 9 GiB" in err
     assert "--anchors" in err
+    assert raises(MemoryError())[0] == 1
+    on_cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 TB. Error 12")
+    assert "can't allocate memory" in raises(on_cpu)[2]
     assert raises(BrokenPipeError())[0] == 1
     with pytest.raises(RuntimeError, match="a bug"):
         raises(RuntimeError("a bug"))
@@ -184,6 +190,31 @@ def test_a_whole_small_run_through_the_commands(tiny_llama, tmp_path, capsys):
     code, _, err = outcome(["inspect-shard", tmp_path / "nothing"], capsys)
     assert code in (1, 2)
     assert "nothing" in err
+
+
+def test_evaluate_overwrites_nothing_but_an_earlier_evaluation(tiny_llama, tmp_path, capsys):
+    store = make_store(tmp_path / "store", tiny_llama, random_documents(2))
+    for output, words in (
+        (store / "dataset.json", "is no evaluation"),
+        (tiny_llama / "config.json", "is no evaluation"),
+        (tmp_path, "is a folder"),
+    ):
+        before = output.read_bytes() if output.is_file() else None
+        args = ["evaluate", "--drafter", tmp_path / "none", "--target", tiny_llama, "--shards",
+                store, "--output", output, "--device", "cpu"]  # fmt: skip
+        code, _, err = outcome(args, capsys)
+        assert code == 1
+        assert words in err
+        assert before is None or output.read_bytes() == before
+
+
+def test_extract_does_not_write_its_configuration_over_its_data(tiny_llama, tmp_path, capsys):
+    data = data_file(tmp_path, CHAT).rename(tmp_path / "zz.extract.json")
+    before = data.read_bytes()
+    args = ["extract", "--target", tiny_llama, "--data", data, "--output", tmp_path / "zz"]
+    code, _, err = outcome(args, capsys)
+    assert (code, "choose another name" in err) == (1, True)
+    assert data.read_bytes() == before
 
 
 def test_evaluate_refuses_what_does_not_belong_together(tiny_llama, tmp_path, capsys):

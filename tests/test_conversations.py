@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +208,15 @@ def test_a_word_in_the_answer_that_ends_turns_ends_the_span(tmp_path, tiny_llama
     prompt = "<|im_start|> user / how <|im_end|> / <|im_start|> assistant / "
     corpus = read_chats(tmp_path, tiny_llama, chat)
     assert_documents(corpus, tiny_llama, prompt + "one* _two* <|im_end|>*")
+    assert corpus.counts.answers_with_end_token_inside == 1
+
+
+def test_end_tokens_of_the_template_are_not_counted_as_the_answers(tmp_path, tiny_llama):
+    template = TEMPLATES["llama"].replace("<|im_end|>", "<|im_end|><|endoftext|>")
+    target = copy_with_template(tiny_llama, tmp_path, template)
+    chat = [user("how<|im_end|>"), assistant("yes"), user("then"), assistant("no<|endoftext|>so")]
+    assert read_chats(tmp_path, target, PLAIN).counts.answers_with_end_token_inside == 0
+    assert read_chats(tmp_path, target, chat).counts.answers_with_end_token_inside == 1
 
 
 def test_pre_tokenised_lines_pass_through(tmp_path, tiny_llama):
@@ -286,6 +297,8 @@ GOOD = '{"prompt": "how", "response": "one two"}'
     [
         ("{", "not JSON"),
         ("\xff", "not UTF-8"),
+        ("[" * 100_000, "not JSON"),
+        ('{"messages": ' + "1" * 5000 + "}", "not JSON"),
         ("[1]", "a list, not a JSON object"),
         ('{"text": "x"}', r"has the keys \['text'\]"),
         ('{"messages": []}', "a list that is not empty"),
@@ -296,7 +309,12 @@ GOOD = '{"prompt": "how", "response": "one two"}'
         ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant turn"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "begins with an assistant turn"),
         ('{"prompt": "how", "response": null}', "message 2: content must be text"),
-        ('{"prompt": "how", "response": "\\ud800"}', "chat template refuses"),
+        ('{"prompt": "how", "response": "\\ud800"}', "message 2 holds half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "x": ["\\udfff"]}]}', "message 1 holds half of a surr"),
+        ('{"messages": [{"role": "user", "content": ["%s"]}]}' % ("x" * 99_999), "must be text"),
+        ('{"messages": [{"role": "%s"}]}' % ("x" * 99_999), "message 1 has role"),
+        ('{"%s": 1}' % ("x" * 99_999), "has the keys"),
+        ('{"input_ids": ["%s"], "loss_mask": [1]}' % ("x" * 99_999), "input_ids holds"),
         ('{"prompt": "how", "response": "", "token_ids": [1]}', "none of the end tokens"),
         ('{"prompt": "how", "response": "", "token_ids": [512]}', "512; the target has ids 0 to"),
         ('{"prompt": "how", "response": "", "token_ids": "one"}', "token_ids is a str"),
@@ -308,6 +326,7 @@ GOOD = '{"prompt": "how", "response": "one two"}'
         ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "a list of 0 and 1"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "2 input_ids, but 1 values"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_malformed_line_is_named_by_file_and_number(tmp_path, tiny_llama, line, message):
     path = tmp_path / "data.jsonl"
@@ -316,12 +335,44 @@ def test_malformed_line_is_named_by_file_and_number(tmp_path, tiny_llama, line, 
         read(path, tiny_llama)
     assert str(caught.value).startswith(f"{path} line 3: ")
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 300
 
 
 def test_template_error_is_named_by_line(tmp_path, tiny_qwen35):
     system = {"role": "system", "content": "count"}
     with pytest.raises(ValueError, match=r"line 2: the chat template refuses .* No user query"):
         read_chats(tmp_path, tiny_qwen35, PLAIN, [system, assistant("one")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1/0 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages.x.y }}",
+        "{{ messages[0] + 1 }}",
+        "{% if %}",
+    ],
+)
+def test_template_that_raises_anything_is_named_by_line(tmp_path, tiny_llama, template):
+    target = copy_with_template(tiny_llama, tmp_path, template)
+    with pytest.raises(ValueError, match=r"line 1: the chat template refuses .*: \w+: ") as caught:
+        read_chats(tmp_path, target, PLAIN)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer_config.json", "[]")],
+)
+def test_damaged_tokenizer_is_one_sentence(tmp_path, tiny_llama, name, content):
+    target = shutil.copytree(tiny_llama, tmp_path / "target")
+    (target / name).write_text(content)
+    with pytest.raises(
+        ValueError, match=rf"line 1: {target} holds no tokenizer .*: \w+: "
+    ) as caught:
+        read_chats(tmp_path, target, PLAIN)
+    assert "\n" not in str(caught.value)
 
 
 def test_template_without_the_targets_end_token_is_an_error(tmp_path, tiny_llama):
@@ -337,6 +388,25 @@ def test_empty_and_missing_files_are_named(tmp_path, tiny_llama):
         read(empty, tiny_llama)
     with pytest.raises(FileNotFoundError, match=r"missing\.jsonl does not exist"):
         read(tmp_path / "missing.jsonl", tiny_llama)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_data_that_is_no_regular_file_is_named_and_not_waited_for(tmp_path, tiny_llama, make):
+    make(tmp_path / "odd")
+    with pytest.raises(ValueError, match=r"data file .*odd is not a regular file"):
+        read(tmp_path / "odd", tiny_llama)
+    with pytest.raises(ValueError, match=r"data file \. is not a regular file"):
+        read(Path(), tiny_llama)  # --data ''
+
+
+def test_a_file_given_twice_is_refused_by_whatever_name(tmp_path, tiny_llama):
+    data = write(tmp_path / "data.jsonl", [{"input_ids": [1, 2], "loss_mask": [1, 1]}])
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(data)
+    spec = TargetSpec.read(tiny_llama)
+    for other in (data, link, tmp_path / "." / ".." / tmp_path.name / "data.jsonl"):
+        with pytest.raises(ValueError, match=rf"data file {other} is given twice"):
+            read_documents([data, other], target=tiny_llama, spec=spec, max_length=9)
 
 
 def test_no_document_left_is_an_error_that_says_why(tmp_path, tiny_llama):

@@ -299,7 +299,7 @@ def test_two_ranks_store_what_one_does(tmp_path, tiny_qwen35):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         assert "supervised_tokens" in out
-    manifests = {p.name: p.read_text() for p in (tmp_path / "two" / "manifest").iterdir()}
+    manifests = {p.name: p.read_text() for p in (tmp_path / "two" / "manifest").glob("*.jsonl")}
     assert sorted(manifests) == ["rank-00.jsonl", "rank-01.jsonl"]
     assert sum(text.count("\n") for text in manifests.values()) == one["shards"]
     assert_same(documents_of(tmp_path / "two"), documents_of(tmp_path / "one"))

@@ -32,6 +32,16 @@ def data(tmp_path):
     return data
 
 
+def test_shard_behind_links_and_dots_is_the_shard(data, tmp_path):
+    (tmp_path / "link").symlink_to(data.shard_path("shard-000001"))
+    dotted = data.shard_path("shard-000000") / ".." / "shard-000001"
+    for path in (tmp_path / "link", dotted):
+        assert facts(path)["tokens"] == 165
+    (data.path / "shards").rename(tmp_path / "other-disk")
+    (data.path / "shards").symlink_to(tmp_path / "other-disk")
+    assert facts(data.shard_path("shard-000001"))["tokens"] == 165
+
+
 def test_one_shard_is_counted_alone(data):
     found = facts(data.shard_path("shard-000001"))
     assert (found["shards"], found["documents"], found["tokens"]) == (1, 3, 165)

@@ -78,6 +78,21 @@ def test_rank_is_the_place_in_the_sorted_logits_and_ties_go_to_the_lower_id():
     assert logits.argmax(1).tolist() == [1, 0]  # torch breaks ties the same way
 
 
+def test_logits_that_are_nan_are_never_hits():
+    hidden, head = random_case()
+    blocks = random_blocks()
+    for place in (0, 1):
+        broken = (hidden.detach().clone(), head.clone())
+        broken[place][...] = float("nan")
+        sums = block_loss(*broken, blocks, 1.0)
+        assert sums.top_hits_3K.sum() == 0
+        assert sums.run == 0
+    one = head.clone()
+    one[5] = float("nan")  # argmax would choose the NaN
+    sums = block_loss(hidden.detach(), one, blocks, 1.0)
+    assert sums.top_hits_3K[0].sum() == 0
+
+
 def test_top_k_hits_equal_torch_topk():
     hidden, head = random_case(3)
     blocks = random_blocks(3)

@@ -1,5 +1,8 @@
 """The store: write, read, kill, corrupt, refuse."""
 
+import dataclasses
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -15,11 +18,15 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from safetensors.torch import save
 
 from dflash_offline import shards as shards_module
 from dflash_offline.codec import make_codec, measure
-from dflash_offline.dataset import Dataset
+from dflash_offline.config import VerifyConfig
+from dflash_offline.dataset import Dataset, seal
 from dflash_offline.shards import ShardReader, ShardSet, ShardWriter
+from dflash_offline.spec import canonical_hash
+from dflash_offline.stages.verify import verify
 
 LAYERS, WIDTH = 3, 64
 TARGET = {
@@ -286,7 +293,7 @@ def test_two_ranks_write_disjoint_shards_of_one_data_set(tmp_path, small_files):
     ranks = [Dataset.open(tmp_path / "data", contract=contract()) for _ in range(2)]
     for i, name in enumerate(names):
         write_shard(ranks[i % 2], name, [DOCUMENTS[i]], rank=i % 2)
-    manifests = sorted(p.name for p in (tmp_path / "data/manifest").iterdir())
+    manifests = sorted(p.name for p in (tmp_path / "data/manifest").glob("*.jsonl"))
     assert manifests == ["rank-00.jsonl", "rank-01.jsonl"]
     stored = ShardSet([tmp_path / "data"])
     assert [stored.document_index(i) for i in range(5)] == [0, 1, 2, 3, 4]
@@ -608,3 +615,317 @@ def test_codec_runs_where_the_states_are_wanted(dataset):
     on_meta = ShardSet([dataset.path]).taps(1, device="meta")
     assert on_meta.device.type == "meta"
     assert on_meta.shape == (131, LAYERS, WIDTH) and on_meta.dtype == torch.bfloat16
+
+
+def replace_dataset_json(path, change):
+    """dataset.json with `change` made to its content, and a sha256 that agrees."""
+    facts = json.loads((path / "dataset.json").read_text())
+    del facts["sha256"]
+    facts = change(facts) or facts
+    (path / "dataset.json").write_text(json.dumps({**facts, "sha256": canonical_hash(facts)}))
+
+
+def test_shards_without_their_dataset_json_are_not_written_into(dataset):
+    (dataset.path / "dataset.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"has no dataset.json, but .*shard-000000 is there; rest"
+    ):
+        make_dataset(dataset.path)
+    shutil.rmtree(dataset.path / "shards")
+    with pytest.raises(ValueError, match=r"has no dataset.json, but .*rank-00.jsonl is there"):
+        make_dataset(dataset.path)
+
+
+def test_shard_of_another_data_set_is_neither_read_nor_adopted(dataset, tmp_path):
+    other = make_dataset(tmp_path / "other", max_length=256)
+    shutil.copytree(dataset.path / "shards", other.path / "shards", dirs_exist_ok=True)
+    found = other.resume(["shard-000000", "shard-000001"])
+    assert (len(found.missing), found.adopted, found.removed) == (2, 0, 2)
+    assert len(list((other.path / "bad").iterdir())) == 2  # kept for a look, not deleted
+    replace_dataset_json(dataset.path, lambda facts: facts["provenance"].update(torch="other"))
+    with pytest.raises(
+        ValueError, match=r"shard-000000: .*COMMIT.json belongs to another data set"
+    ):
+        ShardSet([dataset.path])
+    bad = verify(dataset.path, VerifyConfig()).bad
+    assert all("belongs to another data set" in why for why in bad.values()) and len(bad) == 2
+
+
+LIVE_WRITER = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import test_shards as t
+    from pathlib import Path
+    from dflash_offline import dataset as d, shards as s
+    data = d.Dataset.open(Path({path!r}))
+    data.resume([], rank={rank}, size={rank} + 1)
+    with s.ShardWriter(data, "shard-000002", rank={rank}) as writer:
+        t.append(writer, data.codec, [t.make_document(7, 200)])
+        print("writing", flush=True)
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_second_extract_is_refused_and_takes_nothing_from_a_live_one(dataset, rank):
+    program = LIVE_WRITER.format(
+        tests=str(Path(__file__).parent), path=str(dataset.path), rank=rank
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"writing\n"
+        (live,) = (dataset.path / "shards").glob(".tmp-*")
+        with pytest.raises(ValueError, match=f"another extract writes to .* as rank {rank}; wait"):
+            dataset.resume(["shard-000002"])
+        assert (live / "codes/zarr.json").is_file()
+        process.kill()
+    assert dataset.resume(["shard-000002"]).removed == 1
+    assert not live.exists()
+
+
+def test_two_starts_of_one_data_set_are_not_both_calibrated(tmp_path):
+    (tmp_path / "manifest").mkdir()
+    with (tmp_path / "manifest/rank-00.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another extract writes to .* as rank 0"):
+            make_dataset(tmp_path)
+    assert make_dataset(tmp_path).committed() == {}
+
+
+@pytest.mark.parametrize("lost", ["codes/c/1", "input_ids", "scales/zarr.json", "."])
+def test_shard_that_lost_files_while_it_was_written_is_not_committed(
+    tmp_path, small_files, monkeypatch, lost
+):
+    data = make_dataset(tmp_path / "data")
+
+    def seal_after_loss(folder, *args, **kwargs):
+        path = folder / lost
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+        return seal(folder, *args, **kwargs)
+
+    monkeypatch.setattr(shards_module, "seal", seal_after_loss)
+    with pytest.raises(ValueError, match=r"was removed while its shard was written; stop"):
+        write_shard(data, "shard-000000", DOCUMENTS[:2])
+    assert data.committed() == {}
+    assert list((data.path / "shards").iterdir()) == []
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 5},
+        {"name": None},
+        {"documents": "2"},
+        {"documents": -1},
+        {"documents": 137},
+        {"tokens": 2**41},
+        {"tokens": 136.0},
+        {"supervised": None},
+        {"supervised": 137},
+        {"commit_crc32c": "1"},
+        {"extra": 1},
+        DEEP,
+        "5",
+    ],
+)
+def test_manifest_line_with_a_right_checksum_and_wrong_facts_is_refused(dataset, change):
+    manifest = dataset.path / "manifest/rank-00.jsonl"
+    line = manifest.read_text().splitlines()[0]
+    if isinstance(change, dict):
+        facts = {**json.loads(line), **change}
+        del facts["crc32c"]
+        text = json.dumps(facts, sort_keys=True)
+        line = json.dumps({**facts, "crc32c": google_crc32c.value(text.encode())})
+    manifest.write_text(line + "\n" if isinstance(change, dict) else change + "\n")
+    with pytest.raises(ValueError, match=r"rank-00.jsonl line 1 (is damaged|names a shard)"):
+        ShardSet([dataset.path])
+
+
+def test_manifest_that_counts_other_supervised_tokens_is_refused(dataset):
+    record = dataset.committed()["shard-000000"]
+    with pytest.raises(ValueError, match=f"supervised is not {record.supervised - 1} in all"):
+        ShardReader(dataset, dataclasses.replace(record, supervised=record.supervised - 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "not JSON",
+        "[]",
+        "null",
+        DEEP,
+        {"files": None},
+        {"files": []},
+        {"files": {"zarr.json": 5}},
+        {"files": {"zarr.json": {"bytes": 1}}},
+        {"files": {"zarr.json": {"crc32c": 1}}},
+        {"files": {"zarr.json": {"bytes": "1", "crc32c": 1}}},
+        {"files": {"zarr.json": {"bytes": 1, "crc32c": 1.5}}},
+        {"files": {"a\0b": {"bytes": 1, "crc32c": 1}}},
+        {"files": {"\ud800": {"bytes": 1, "crc32c": 1}}},
+        {"documents": "2"},
+        {"dataset_sha256": 5},
+    ],
+)
+def test_commit_file_of_another_form_is_refused_and_not_adopted(dataset, change):
+    file = dataset.shard_path("shard-000000") / "COMMIT.json"
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads(file.read_text()), **change})
+    file.write_text(change)
+    record = dataset.committed()["shard-000000"]
+    record = dataclasses.replace(record, commit_crc32c=google_crc32c.value(file.read_bytes()))
+    if '"2"' not in change:  # the manifest's count is the one that readers go by
+        with pytest.raises(
+            ValueError, match=r"shard shard-000000: .*COMMIT.json .*run extract aga"
+        ):
+            ShardReader(dataset, record)
+    (dataset.path / "manifest/rank-00.jsonl").unlink()
+    assert dataset.resume(["shard-000000"]).missing == ["shard-000000"]
+
+
+def set_in(*keys, value):
+    def change(facts):
+        for key in keys[:-1]:
+            facts = facts[key]
+        facts[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: {"nothing": 1},
+        *(
+            lambda facts, key=key: {k: v for k, v in facts.items() if k != key}
+            for key in ("schema_version", "contract", "codec", "provenance")
+        ),
+        set_in("schema_version", value="1"),
+        set_in("contract", value={}),
+        set_in("contract", value=[1]),
+        set_in("contract", "target", value={**TARGET, "extra": 1}),
+        set_in("contract", "target", value={"name": "tiny"}),
+        set_in("contract", "target", "hidden_size", value="64"),
+        set_in("contract", "target", "eos_token_ids", value=2),
+        set_in("contract", "target_layer_ids", value="1,3,5"),
+        set_in("contract", "target_layer_ids", value=[1, 3]),
+        set_in("contract", "documents", value="many"),
+        set_in("contract", "data_sha256", value="c0ffee"),
+        set_in("codec", value={}),
+        set_in("codec", value=["int8"]),
+        set_in("codec", "name", value="int7"),
+        set_in("codec", "group", value=0),
+        set_in("codec", "group", value="32"),
+        set_in("codec", "width", value=64.0),
+        set_in("codec", "layers", value=2**50),
+        set_in("calibration_sha256", value=None),
+        set_in("calibration_sha256", value=5),
+    ],
+)
+def test_dataset_json_with_a_right_checksum_and_wrong_facts_is_refused(dataset, change):
+    replace_dataset_json(dataset.path, change)
+    with pytest.raises(ValueError, match=r"dataset.json.*(restore it|upgrade)"):
+        Dataset.open(dataset.path)
+
+
+def test_empty_dataset_json_is_refused(dataset):
+    (dataset.path / "dataset.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"does not match its own sha256; restore it, or extract"):
+        Dataset.open(dataset.path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not safetensors",
+        save({}),
+        save({"channel_scale": torch.ones(LAYERS, WIDTH + 1)}),
+        save({"channel_scale": torch.ones(LAYERS, WIDTH).half()}),
+        save({"channel_scale": torch.full((LAYERS, WIDTH), float("nan"))}),
+    ],
+)
+def test_calibration_of_another_form_is_refused(dataset, content):
+    (dataset.path / "calibration.safetensors").write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    replace_dataset_json(dataset.path, set_in("calibration_sha256", value=digest))
+    with pytest.raises(ValueError, match=r"(dataset.json|calibration.safetensors).*restore it"):
+        Dataset.open(dataset.path)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("zarr.json", lambda facts: []),
+        ("zarr.json", set_in("node_type", value="array")),
+        ("codes/zarr.json", lambda facts: {}),
+        ("codes/zarr.json", set_in("codecs", value=[{"name": "bytes"}])),
+        ("codes/zarr.json", set_in("chunk_grid", "configuration", "chunk_shape", 0, value=2**40)),
+        ("offsets/zarr.json", set_in("chunk_grid", "configuration", "chunk_shape", value=[2**40])),
+    ],
+)
+def test_array_metadata_with_a_right_checksum_and_wrong_facts_is_refused(dataset, file, change):
+    folder = dataset.shard_path("shard-000000")
+    facts = json.loads((folder / file).read_text())
+    changed = change(facts)
+    content = json.dumps(facts if changed is None else changed).encode()
+    (folder / file).write_bytes(content)
+    commit = json.loads((folder / "COMMIT.json").read_text())
+    commit["files"][file] = {"bytes": len(content), "crc32c": google_crc32c.value(content)}
+    text = json.dumps(commit).encode()
+    (folder / "COMMIT.json").write_bytes(text)
+    record = dataset.committed()["shard-000000"]
+    record = dataclasses.replace(record, commit_crc32c=google_crc32c.value(text))
+    with pytest.raises(ValueError, match=f"shard shard-000000: .*{file} .*then run extract again"):
+        ShardReader(dataset, record)
+
+
+def test_lost_folders_are_made_again_and_sound_shards_adopted(dataset):
+    names = ["shard-000000", "shard-000001"]
+    shutil.rmtree(dataset.path / "manifest")
+    with pytest.raises(ValueError, match="holds no committed document yet"):
+        ShardSet([dataset.path])
+    assert dataset.resume(names).adopted == 2
+    read_everything(dataset.path)
+    shutil.rmtree(dataset.path / "shards")
+    assert list(verify(dataset.path, VerifyConfig(repair=True)).bad) == names
+    assert dataset.resume(names).missing == names
+    write_shard(dataset, "shard-000000", DOCUMENTS[:2])
+
+
+@pytest.mark.parametrize("name", ["shard-000002", ".tmp-0-abc"])
+def test_link_at_a_shards_place_is_refused_and_left_alone(dataset, tmp_path, name):
+    (tmp_path / "precious").mkdir()
+    for target in (tmp_path / "precious", tmp_path / "nowhere"):
+        dataset.shard_path(name).symlink_to(target)
+        with pytest.raises(ValueError, match=f"{name} is a link or a file, not a shard; remove"):
+            dataset.resume(["shard-000002"])
+        dataset.shard_path(name).unlink()
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_output_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=f"{path} is no folder; choose another output"):
+            make_dataset(path)
+
+
+def test_coverage_and_sources_are_told_per_data_set(dataset, tmp_path):
+    other = make_dataset(tmp_path / "other", documents=9, data_sha256=["aa", "bb"])
+    write_shard(other, "shard-000000", [make_document(3, 33)])
+    stored = ShardSet([other.path, dataset.path])
+    assert stored.coverage() == [(other.path, 1, 9), (dataset.path, 5, None)]
+    assert stored.data_hashes() == {"aa", "bb"}
+
+
+def test_data_set_that_is_given_twice_is_refused(dataset, tmp_path):
+    (tmp_path / "link").symlink_to(dataset.path)
+    with pytest.raises(ValueError, match="link is given twice"):
+        ShardSet([dataset.path, tmp_path / "link"])

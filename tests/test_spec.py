@@ -1,12 +1,13 @@
 """Facts of targets and drafters: layer rule, identity, mask tokens, z-lab's config.json."""
 
 import json
+import os
 import shutil
 
 import pytest
 from drafters import FULL, SLIDING, small_spec
 
-from dflash_offline.spec import DrafterSpec, TargetSpec, default_layer_ids
+from dflash_offline.spec import DrafterSpec, TargetSpec, default_layer_ids, failing_as, shown
 
 
 @pytest.mark.parametrize("layers", [8, 24, 28, 30, 32, 36, 64])
@@ -108,7 +109,14 @@ def test_a_cut_weight_file_is_named(tiny_llama, tmp_path, content):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[]", "not a JSON object"), ("{}", "lacks the key")],
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"a": ' + "1" * 5000 + "}", "is not JSON"),
+        ("[]", "not a JSON object"),
+        ("{}", "lacks the key"),
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_bad_config_is_named(tiny_llama, tmp_path, text, message):
     copy = tmp_path / "bad"
@@ -116,6 +124,105 @@ def test_a_bad_config_is_named(tiny_llama, tmp_path, text, message):
     (copy / "config.json").write_text(text)
     with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
         TargetSpec.read(copy)
+
+
+def copy_with(folder, tmp_path, name, **changes):
+    copy = shutil.copytree(folder, tmp_path / "changed")
+    facts = json.loads((copy / name).read_text())
+    (copy / name).write_text(json.dumps(facts | changes))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", "512"),
+        ("vocab_size", None),
+        ("vocab_size", -1),
+        ("vocab_size", True),
+        ("hidden_size", None),
+        ("hidden_size", 64.0),
+        ("num_hidden_layers", "8"),
+        ("num_hidden_layers", 0),
+        ("intermediate_size", []),
+        ("max_position_embeddings", None),
+        ("model_type", 3),
+        ("text_config", "x"),
+        ("rope_parameters", "x"),
+        ("rms_norm_eps", None),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", "1e-6"),
+        ("bos_token_id", "x"),
+        ("pad_token_id", 1.5),
+        ("eos_token_id", "x"),
+        ("eos_token_id", 512),
+    ],
+)
+def test_a_config_value_of_wrong_type_or_range_is_named(tiny_llama, tmp_path, key, value):
+    copy = copy_with(tiny_llama, tmp_path, "config.json", **{key: value})
+    with pytest.raises(ValueError, match=rf"config\.json: {key} is .*; it must be"):
+        TargetSpec.read(copy)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, float("inf"), 10**400, "x", [1]])
+def test_a_wrong_rope_base_is_named(tiny_llama, tmp_path, theta):
+    rope = {"rope_type": "default", "rope_theta": theta}
+    copy = copy_with(tiny_llama, tmp_path, "config.json", rope_parameters=rope)
+    with pytest.raises(ValueError, match=r"config\.json: rope_theta is .*; it must be"):
+        TargetSpec.read(copy)
+
+
+@pytest.mark.parametrize("value", [1.5, [[1]], "x", {"a": 1}, [-1], [True]])
+def test_a_wrong_end_token_is_named_with_its_file(tiny_llama, tmp_path, value):
+    copy = copy_with(tiny_llama, tmp_path, "generation_config.json", eos_token_id=value)
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is"):
+        TargetSpec.read(copy)
+
+
+def test_null_is_no_value_where_transformers_takes_it_for_none(tiny_llama, tmp_path):
+    nothing = {"text_config": None, "rope_parameters": None, "eos_token_id": None}
+    spec = TargetSpec.read(copy_with(tiny_llama, tmp_path, "config.json", **nothing))
+    assert spec.rope_theta == 10_000.0
+    assert spec.hidden_size == TargetSpec.read(tiny_llama).hidden_size
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_named_and_not_waited_for(tiny_llama, tmp_path, name, make):
+    copy = shutil.copytree(tiny_llama, tmp_path / "odd")
+    (copy / name).unlink()
+    make(copy / name)
+    with pytest.raises(ValueError, match=rf"{name} is not a regular file"):
+        TargetSpec.read(copy)
+
+
+def test_the_index_of_the_weights_is_part_of_the_identity(tiny_llama, tmp_path):
+    copy = shutil.copytree(tiny_llama, tmp_path / "sharded")
+    hashes = {TargetSpec.read(copy).content_hash}
+    for weight_map in ({"a": "model.safetensors"}, {"b": "model.safetensors"}):
+        index = {"weight_map": weight_map}
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+        hashes.add(TargetSpec.read(copy).content_hash)
+    assert len(hashes) == 3
+
+
+def test_a_value_in_a_message_is_short():
+    assert shown("ab") == "'ab'"
+    for value in ("x" * 100_000, ["x" * 100] * 50, {"x" * 100: 1}, 10**300):
+        assert len(shown(value)) <= 80
+
+
+def test_a_library_error_of_any_kind_is_one_sentence_and_full_memory_is_not():
+    class OutOfMemoryError(RuntimeError):  # torch's has this name and this base
+        pass
+
+    sentence = r"^it fails: RuntimeError: a b$"
+    with pytest.raises(ValueError, match=sentence) as caught, failing_as("it fails"):
+        raise RuntimeError("a\n  b")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    for full in (MemoryError, OutOfMemoryError):
+        with pytest.raises(full), failing_as("it fails"):
+            raise full("no room")
 
 
 def known_family(tiny, model_type, rows):
@@ -153,3 +260,49 @@ def test_a_published_config_with_block_size_inside_alone_is_read():
     for name in ("block_size", "layer_types", "rope_parameters"):
         del config[name]
     assert DrafterSpec.from_config(config) == small_spec((FULL,))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("mask_token_id", value) for value in (-1, 64, "50", True, None)],
+        *[("block_size", value) for value in (1, 65, 4.0, "4")],
+        ("target_layer_ids", []),
+        ("target_layer_ids", 3),
+        ("target_layer_ids", [3, 1]),
+        ("target_layer_ids", [1, 1]),
+        ("target_layer_ids", [1, 8]),
+        ("target_layer_ids", [-1, 2]),
+        ("target_layer_ids", [True, 2]),
+        ("target_layer_ids", ["1"]),
+        ("dflash_config", 7),
+        *[("hidden_size", value) for value in (0, -32, "32", True, None, 10**30)],
+        ("intermediate_size", 0),
+        ("vocab_size", 1.5),
+        ("num_target_layers", None),
+        ("num_hidden_layers", "2"),
+        ("max_position_embeddings", 0),
+        ("num_key_value_heads", 0),
+        ("num_attention_heads", 3),
+        ("head_dim", 15),
+        ("layer_types", "full_attention"),
+        ("layer_types", []),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["full_attention", "linear_attention"]),
+        ("layer_types", [["full_attention"], "full_attention"]),
+        *[("sliding_window", value) for value in (None, 0, 6.0)],
+        *[("rms_norm_eps", value) for value in (0, float("nan"), "x", True)],
+        *[("rope_theta", value) for value in (-1, float("inf"), "x", [])],
+        ("rope_parameters", []),
+        ("tie_word_embeddings", "yes"),
+        ("eos_token_id", "x"),
+        ("bos_token_id", 1.5),
+    ],
+)
+def test_a_drafter_config_that_makes_no_sense_is_refused_by_key_and_value(key, value):
+    config = small_spec().to_config()
+    for part in (config, config["dflash_config"], config["rope_parameters"]):
+        if key in part:
+            part[key] = value
+    with pytest.raises(ValueError, match=rf"drafter's config\.json: {key} is .*; it must be"):
+        DrafterSpec.from_config(config)

@@ -198,11 +198,99 @@ def test_cut_weights_and_empty_folder_are_refused(tiny_llama, tmp_path):
         FrozenEnds.load(tmp_path, device="cpu", dtype=torch.bfloat16)
 
 
-def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        [],
+        {},
+        {"lm_head.weight": 3},
+        *[
+            {"lm_head.weight": name}
+            for name in ("", ".", "..", "../x.safetensors", "/x.safetensors", "other.bin")
+        ],
+    ],
+)
+def test_an_index_of_no_files_of_that_folder_is_refused(tmp_path, weight_map):
     parts = build_tiny_target(tmp_path / "parts", "llama", shard_size="100KB")
     index = parts / "model.safetensors.index.json"
-    facts = json.loads(index.read_text())
-    facts["weight_map"]["lm_head.weight"] = "../secret.safetensors"
-    index.write_text(json.dumps(facts))
-    with pytest.raises(ValueError, match=r"names '\.\./secret\.safetensors'"):
+    (parts / "other.bin").symlink_to(next(parts.glob("*.safetensors")))
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json(: weight_map is| names) .*"):
         FrozenEnds.load(parts, device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"index\.json(: weight_map is| names) .*"):
+        load(parts)
+
+
+def test_one_whole_file_goes_before_an_index_as_in_transformers(tiny_llama, tmp_path):
+    folder = shutil.copytree(tiny_llama, tmp_path / "both")
+    save_file({"lm_head.weight": torch.zeros(512, 64)}, folder / "other.safetensors")
+    index = {"weight_map": {"lm_head.weight": "other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    ends = FrozenEnds.load(folder, device="cpu", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert torch.equal(ends.lm_head, model.get_output_embeddings().weight)
+
+
+def test_weights_that_are_a_folder_are_named(tiny_llama, tmp_path):
+    folder = copy_with(tiny_llama, tmp_path, {"lm_head.weight": torch.zeros(2, 2)})
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        FrozenEnds.load(folder, device="cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"vocab_size": 100},
+        {"vocab_size": 600},
+        {"hidden_size": 32},
+        {"num_attention_heads": None},
+        {"num_key_value_heads": None},
+        {"num_attention_heads": 3},
+        {"hidden_act": "unknown"},
+        {"rope_parameters": "x"},
+        {"rope_parameters": {"rope_type": "unknown", "rope_theta": 1e4}},
+        {"model_type": "unknown"},
+        {"eos_token_id": "x"},
+        {"num_hidden_layers": "8"},
+    ],
+)
+def test_a_config_that_its_weights_do_not_fit_is_one_sentence(tiny_llama, tmp_path, config):
+    weights = load_file(tiny_llama / "model.safetensors")
+    folder = copy_with(tiny_llama, tmp_path, weights, **config)
+    sentence = rf"{folder}(: \d+ weights do not fit| cannot be loaded as a target: \w+: )"
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(folder)) + 300
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(tiny_llama, tmp_path):
+    weights = load_file(tiny_llama / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 64)
+    folder = copy_with(tiny_llama, tmp_path, weights)
+    message = (
+        r"1 weights do not fit .*layers\.1\.mlp\.up_proj\.weight is \(3, 64\), .* \(\d+, 64\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
+def test_a_weight_file_cut_to_half_is_named(tmp_path, shard_size):
+    folder = build_tiny_target(tmp_path / "cut", "llama", shard_size=shard_size)
+    path = max(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"{path} is not a whole safetensors file"):
+        load(folder)
+
+
+def test_full_memory_is_not_blamed_on_the_target(tiny_llama, monkeypatch):
+    def fill(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("dflash_offline.target.AutoModel.from_pretrained", fill)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(tiny_llama)

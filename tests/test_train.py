@@ -184,9 +184,70 @@ def test_one_conversation_is_learnt_to_full_acceptance(tiny_llama, tmp_path):
 
 def test_evaluating_on_what_is_trained_on_is_warned_of(stores, tmp_path, capsys):
     train(config(stores, tmp_path, steps=1, eval_shards=stores["shards"]))
-    assert "is trained on" in capsys.readouterr().err
+    assert "held-out figures mean nothing" in capsys.readouterr().err
     train(config(stores, tmp_path / "other", steps=1))
-    assert "is trained on" not in capsys.readouterr().err
+    assert "held-out figures mean nothing" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("owner", ["target", "shards", "somebody"])
+def test_an_output_that_holds_anything_but_a_run_is_refused_untouched(stores, tmp_path, owner):
+    output = tmp_path / "precious"
+    if owner == "somebody":
+        (output / "drafter").mkdir(parents=True)
+        (output / "drafter" / "thesis.txt").write_text("years of work")
+    else:
+        original = stores["target"] if owner == "target" else stores["shards"][0]
+        shutil.copytree(original, output)
+    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="is no run and not empty"):
+        train(config(stores, output, steps=1))
+    assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(stores, tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def ruin(self, *given):
+        step(self, *given)
+        self.param_groups[0]["params"][0].data.fill_(float("nan"))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", ruin)
+    with pytest.raises(ValueError, match=r"not saved: .* holds inf or NaN"):
+        train(config(stores, tmp_path, steps=1))
+    assert list((tmp_path / "checkpoints").glob("step-*")) == []
+    assert not (tmp_path / "drafter").exists()
+    for line in (tmp_path / "log.jsonl").read_text().splitlines():
+        assert json.loads(line).get("heldout_accuracy", 0) == 0
+
+
+def test_held_out_rows_without_a_token_to_learn_are_an_error(stores, tiny_llama, tmp_path):
+    ids = torch.arange(5, 45)
+    silent = (make_store(tmp_path / "silent", tiny_llama, [(ids, torch.arange(40) > 60)]),)
+    with pytest.raises(ValueError, match="held-out rows hold no token to learn"):
+        train(config(stores, tmp_path / "run", eval_shards=silent, steps=1))
+
+
+def test_a_run_whose_every_step_was_skipped_exports_nothing(stores, tiny_llama, tmp_path):
+    ids = torch.arange(5, 45)
+    silent = (make_store(tmp_path / "silent", tiny_llama, [(ids, torch.arange(40) > 37)] * 3),)
+    with pytest.raises(ValueError, match="none of 3 steps changed anything"):
+        train(config(stores, tmp_path / "run", shards=silent, row_tokens=20, steps=3))
+    assert not (tmp_path / "run" / "drafter").exists()
+
+
+def test_the_mask_token_must_not_be_produced_in_held_out_data_either(stores, tiny_llama, tmp_path):
+    ids = torch.tensor([9, 9, 9, 3, 9, 9])
+    heldout = (make_store(tmp_path / "held", tiny_llama, [(ids, torch.arange(6) > 1)]),)
+    with pytest.raises(ValueError, match="mask token 3"):
+        train(config(stores, tmp_path / "run", eval_shards=heldout, steps=1))
+
+
+def test_a_data_set_that_is_not_complete_is_warned_of(stores, tmp_path, capsys):
+    part = make_store(
+        tmp_path / "part", stores["target"], random_documents(24), contract={"documents": 40}
+    )
+    train(config(stores, tmp_path / "run", shards=(part,), steps=1))
+    assert f"{part} holds 24 of 40 documents" in capsys.readouterr().err
 
 
 def test_an_untied_target_is_exported_as_untied_and_a_tied_one_as_tied(
@@ -225,7 +286,7 @@ def test_eval_shards_of_other_layers_are_refused(stores, tiny_llama, tmp_path):
 
 
 def test_a_mask_token_that_the_target_produced_is_refused(stores, tmp_path):
-    with pytest.raises(ValueError, match="--mask-token-id 17"):
+    with pytest.raises(ValueError, match="mask token 17"):
         train(config(stores, tmp_path, mask_token_id=17, steps=1))
 
 

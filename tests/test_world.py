@@ -31,7 +31,16 @@ def test_tasks_of_srun_without_ranks_do_not_all_take_themselves_for_the_first(mo
     with pytest.raises(ValueError, match="srun started this as task 2"):
         current_world("cpu")
     monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
     assert current_world("cpu").rank == 2
+
+
+@pytest.mark.parametrize(("rank", "size"), [("5", "2"), ("-1", "2"), ("1", "1")])
+def test_a_rank_outside_the_world_is_refused(monkeypatch, rank, size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ValueError, match=f"RANK is {rank}"):
+        current_world("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -20,6 +20,7 @@ from dflash_offline.codec import make_codec, measure
 from dflash_offline.conversations import Document
 from dflash_offline.dataset import Dataset
 from dflash_offline.shards import ShardReader, ShardWriter
+from dflash_offline.spec import TargetSpec
 
 ROUNDS = 5
 CODECS = ("raw", "lossless", "int8")
@@ -52,8 +53,17 @@ def write(folder, name, taps):
     """One shard of one document; its reader, and the seconds of encoding and writing it."""
     tokens, layers, width = taps.shape
     codec = make_codec(name, layers=layers, width=width, calibration=taps[:2048])
-    target = {"hidden_size": width, "name": "bench", "content_hash": "", "vocab_size": 2}
-    contract = {"target": target, "target_layer_ids": list(range(layers)), "layer_convention": ""}
+    target = TargetSpec(
+        name="bench", content_hash="", model_type="", num_layers=layers, hidden_size=width,
+        mlp_width=None, vocab_size=2, rms_norm_eps=1e-6, rope_theta=1e4,
+        max_position_embeddings=tokens, bos_token_id=None, pad_token_id=None, eos_token_ids=(),
+        tokenizer_hash="", template_hash="",
+    )  # fmt: skip
+    contract = {
+        "target": target.to_dict(),
+        "target_layer_ids": list(range(layers)),
+        "layer_convention": "",
+    }
     dataset = Dataset.create_or_resume(
         folder, contract=contract, make_codec=lambda: codec, provenance={}
     )
