@@ -21,8 +21,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,36 +34,26 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from dflash_offline.codec import GROUP_SIZES, Codec, Int8Codec, load_codec
+from dflash_offline.commit import (
+    ShardRecord,
+    check_name,
+    check_shard,
+    is_count,
+    json_bytes,
+    manifest_line,
+    parse_commit,
+    read_manifest_line,
+)
 from dflash_offline.files import sync, write_whole
 from dflash_offline.spec import TargetSpec, canonical_hash, read_json
 
 SCHEMA_VERSION = 1
 _NOT_COMPARED = ("target.name",)  # a folder's name says nothing about its content
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
 _LOCK = re.compile(r"rank-(\d+)\.lock")
 _RESTORE = "restore it, or extract into another folder"
-_LARGEST_COUNT = 1 << 40  # no shard comes near; what claims more is damaged
 # The locks of this process, by device and inode. Nothing closes them before the process ends.
 _HELD: dict[tuple[int, int], int] = {}
-
-Files = dict[str, dict[str, int]]  # of a shard: path in it -> bytes and crc32c
-
-
-@dataclass(frozen=True)
-class ShardRecord:
-    """A committed shard as its manifest line names it."""
-
-    name: str
-    documents: int
-    tokens: int
-    supervised: int
-    commit_crc32c: int
-
-    def is_plausible(self) -> bool:
-        """Whether every number is one that a commit may have written."""
-        counts = (self.documents, self.tokens, self.supervised, self.commit_crc32c)
-        return all(map(_is_count, counts)) and max(counts[0], counts[2]) <= self.tokens
 
 
 @dataclass(frozen=True)
@@ -76,48 +66,6 @@ class Resumption:
     missing: list[str]
     adopted: int
     removed: int
-
-
-def _crc32c_of_file(path: Path) -> int:
-    checksum = google_crc32c.Checksum()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            checksum.update(block)
-    return int.from_bytes(checksum.digest(), "big")
-
-
-def _json_bytes(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST_COUNT
-
-
-def _check_name(name: Any, where: str) -> None:
-    if not (isinstance(name, str) and _SAFE_NAME.fullmatch(name)):
-        raise ValueError(f"{where} names a shard {name!r}; only A-Z a-z 0-9 . _ - may be in it")
-
-
-def _manifest_line(record: ShardRecord) -> bytes:
-    facts = asdict(record)
-    return _json_bytes({**facts, "crc32c": google_crc32c.value(_json_bytes(facts))}) + b"\n"
-
-
-def _read_manifest_line(line: bytes, where: str) -> ShardRecord:
-    try:
-        facts = json.loads(line)
-        if facts.pop("crc32c") != google_crc32c.value(_json_bytes(facts)):
-            raise ValueError
-        record = ShardRecord(**facts)
-        if not record.is_plausible():
-            raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(
-            f"{where} is damaged; delete that line and run extract again, which adopts the shard"
-        ) from None
-    _check_name(record.name, where)
-    return record
 
 
 def differences(old: Any, new: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -173,7 +121,7 @@ class Dataset:
                 "calibration_sha256": _write_calibration(path, codec),
                 "provenance": provenance,
             }
-            facts = json.loads(_json_bytes(facts))  # as it will be read: lists, not tuples
+            facts = json.loads(json_bytes(facts))  # as it will be read: lists, not tuples
             text = json.dumps({**facts, "sha256": canonical_hash(facts)}, indent=1)
             write_whole(path / "dataset.json", text.encode())
         return cls.open(path, contract=contract)
@@ -187,7 +135,7 @@ class Dataset:
         codec = _read_codec(path, facts)
         dataset = cls(path, facts["contract"], codec, facts["provenance"], facts["sha256"])
         if contract is not None:
-            dataset._refuse_other(json.loads(_json_bytes(contract)))
+            dataset._refuse_other(json.loads(json_bytes(contract)))
         return dataset
 
     def _refuse_other(self, contract: dict[str, Any]) -> None:
@@ -203,7 +151,7 @@ class Dataset:
 
     def refuse_taken(self, name: str) -> None:
         """ValueError if `name` cannot be a new shard's."""
-        _check_name(name, "the plan")
+        check_name(name, "the plan")
         if os.path.lexists(self.shard_path(name)):
             raise ValueError(f"{self.shard_path(name)} exists already; resume before writing")
 
@@ -216,7 +164,7 @@ class Dataset:
         for manifest in sorted((self.path / "manifest").glob("rank-*.jsonl")):
             for number, line in enumerate(manifest.read_bytes().split(b"\n")[:-1], 1):
                 where = f"{manifest} line {number}"
-                record = _read_manifest_line(line, where)
+                record = read_manifest_line(line, where)
                 if records.setdefault(record.name, record) != record:
                     raise ValueError(
                         f"{where} names shard {record.name} a second time, with other content; "
@@ -259,10 +207,10 @@ class Dataset:
         _refuse_no_folder(folder)
         try:
             content = (folder / "COMMIT.json").read_bytes()
-            commit = _parse_commit(folder, content)
+            commit = parse_commit(folder, content)
             counts = {key: commit[key] for key in ("documents", "tokens", "supervised")}
             record = ShardRecord(name, **counts, commit_crc32c=google_crc32c.value(content))
-            check_shard(self, record)
+            check_shard(folder, record, self.sha256)
         except (ValueError, KeyError, OSError):
             return False
         if commit.get("shard") != name or not record.is_plausible():
@@ -288,7 +236,7 @@ class Dataset:
         with manifest.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
             file.seek(0, os.SEEK_END)
-            file.write(_manifest_line(record))
+            file.write(manifest_line(record))
             file.flush()
             os.fsync(file.fileno())
         sync(manifest.parent)
@@ -402,7 +350,7 @@ def _read_facts(file: Path) -> dict[str, Any]:
 
 def _fitting(facts: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Each field of dataset.json, and whether it is of the form that the store relies on."""
-    yield "schema_version", _is_count(facts.get("schema_version"))
+    yield "schema_version", is_count(facts.get("schema_version"))
     contract = facts.get("contract")
     yield "contract", isinstance(contract, dict)
     assert isinstance(contract, dict)
@@ -410,7 +358,7 @@ def _fitting(facts: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "contract.target", isinstance(target, dict) and _is_target(target)
     yield "contract.target_layer_ids", _are_all(contract.get("target_layer_ids"), int)
     yield "contract.layer_convention", isinstance(contract.get("layer_convention"), str)
-    yield "contract.documents", _is_count(contract.get("documents", 0))
+    yield "contract.documents", is_count(contract.get("documents", 0))
     yield "contract.data_sha256", _are_all(contract.get("data_sha256", []), str)
     yield "codec", isinstance(facts.get("codec"), dict)
     yield "calibration_sha256", isinstance(facts.get("calibration_sha256"), str | None)
@@ -477,7 +425,7 @@ def _read_calibration(path: Path, stored: str | None) -> dict[str, torch.Tensor]
 
 def _is_usable(codec: Codec) -> bool:
     """Whether the codec has sizes and scales that decode something."""
-    if not all(_is_count(size) and size for size in (codec.layers, codec.width)):
+    if not all(is_count(size) and size for size in (codec.layers, codec.width)):
         return False
     if not isinstance(codec, Int8Codec):
         return True
@@ -490,89 +438,3 @@ def _is_usable(codec: Codec) -> bool:
         and scale_LD.dtype == torch.float32
         and bool((scale_LD.isfinite() & (scale_LD > 0)).all())
     )
-
-
-def seal(folder: Path, facts: Mapping[str, Any], *, required: Iterable[str]) -> int:
-    """Write COMMIT.json over all files and force everything to the disk; its own crc32c.
-
-    ValueError, and no COMMIT.json, if one of `required` is not among the files.
-    """
-    paths = sorted(folder.rglob("*"))
-    files: Files = {}
-    for path in (path for path in paths if path.is_file()):
-        name = path.relative_to(folder).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "crc32c": _crc32c_of_file(path)}
-        sync(path)
-    if lost := next((name for name in required if name not in files), None):
-        raise ValueError(
-            f"{folder / lost} was removed while its shard was written; stop what else works in "
-            "this folder and run extract again"
-        )
-    content = _json_bytes({**facts, "files": files})
-    (folder / "COMMIT.json").write_bytes(content)
-    sync(folder / "COMMIT.json")
-    for path in (folder, *(path for path in paths if path.is_dir())):
-        sync(path)
-    return int(google_crc32c.value(content))
-
-
-def damage(folder: Path, file: str, what: str) -> ValueError:
-    return ValueError(
-        f"shard {folder.name}: {folder / file} {what}; run dflash-offline verify --repair "
-        f"{folder.parent.parent}, then run extract again"
-    )
-
-
-def read_commit(dataset: Dataset, record: ShardRecord) -> Files:
-    """The files of a shard, once COMMIT.json is the one that the manifest line means."""
-    folder = dataset.shard_path(record.name)
-    if not (folder / "COMMIT.json").is_file():
-        raise damage(folder, "COMMIT.json", "is missing")
-    content = (folder / "COMMIT.json").read_bytes()
-    if google_crc32c.value(content) != record.commit_crc32c:
-        raise damage(folder, "COMMIT.json", "is not the one that the manifest names")
-    commit = _parse_commit(folder, content)
-    if commit.get("dataset_sha256") != dataset.sha256:
-        raise damage(folder, "COMMIT.json", "belongs to another data set")
-    files: Files = commit["files"]
-    for name in files:
-        if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-            raise damage(folder, "COMMIT.json", f"names {name!r}, outside the shard")
-    return files
-
-
-def _parse_commit(folder: Path, content: bytes) -> dict[str, Any]:
-    """COMMIT.json as an object whose `files` can be relied on."""
-    try:
-        commit: dict[str, Any] = json.loads(content)
-        entries = commit["files"].values()
-        is_sound = all(_is_count(facts[key]) for facts in entries for key in ("bytes", "crc32c"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        is_sound = False
-    if not is_sound:
-        raise damage(folder, "COMMIT.json", "holds no list of files as a commit writes it")
-    return commit
-
-
-def check_sizes(folder: Path, files: Files) -> None:
-    for name, facts in files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            raise damage(folder, name, "is missing") from None
-        if size != facts["bytes"]:
-            raise damage(folder, name, f"has {size} bytes instead of {facts['bytes']}")
-
-
-def check_checksums(folder: Path, files: Files) -> None:
-    for name, facts in files.items():
-        if _crc32c_of_file(folder / name) != facts["crc32c"]:
-            raise damage(folder, name, "does not match its crc32c")
-
-
-def check_shard(dataset: Dataset, record: ShardRecord) -> None:
-    """Read every file of a shard; ValueError names the first that is missing, short or changed."""
-    files = read_commit(dataset, record)
-    folder = dataset.shard_path(record.name)
-    check_sizes(folder, files)
-    check_checksums(folder, files)

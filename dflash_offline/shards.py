@@ -25,17 +25,15 @@ from torch import Tensor
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from dflash_offline.codec import ArraySpec, Codec
-from dflash_offline.dataset import (
-    SCHEMA_VERSION,
-    Dataset,
+from dflash_offline.commit import (
     ShardRecord,
     check_checksums,
     check_sizes,
     damage,
-    differences,
     read_commit,
     seal,
 )
+from dflash_offline.dataset import SCHEMA_VERSION, Dataset, differences
 from dflash_offline.direct import PlaneFiles
 from dflash_offline.spec import TargetSpec, canonical_hash
 
@@ -234,7 +232,7 @@ class ShardReader:
     def __init__(self, dataset: Dataset, record: ShardRecord) -> None:
         self.path = path = dataset.shard_path(record.name)
         self.record, self.codec = record, dataset.codec
-        self.files = read_commit(dataset, record)
+        self.files = read_commit(path, record, dataset.sha256)
         check_sizes(path, self.files)
         check_checksums(path, {n: f for n, f in self.files.items() if n.endswith("zarr.json")})
         try:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_offline.commit import ShardRecord
 from dflash_offline.config import InspectConfig
 from dflash_offline.conversations import load_tokenizer
-from dflash_offline.dataset import Dataset, ShardRecord
+from dflash_offline.dataset import Dataset
 from dflash_offline.shards import ShardReader
 from dflash_offline.spec import TargetSpec
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dflash_offline.commit import ShardRecord, check_shard
 from dflash_offline.config import VerifyConfig
-from dflash_offline.dataset import Dataset, ShardRecord, check_shard
+from dflash_offline.dataset import Dataset
 from dflash_offline.metrics import progress
 from dflash_offline.shards import ShardReader
 from dflash_offline.spec import TargetSpec
@@ -61,7 +62,7 @@ def verify(path: Path, config: VerifyConfig) -> Verdict:
 
 def _check(dataset: Dataset, record: ShardRecord, seen: dict[int, str]) -> None:
     """ValueError says what is wrong with a shard. Documents of sound shards go into `seen`."""
-    check_shard(dataset, record)
+    check_shard(dataset.shard_path(record.name), record, dataset.sha256)
     reader = ShardReader(dataset, record)
     documents = reader.document_index.tolist()
     for document in documents:

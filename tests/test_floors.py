@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     0: {"__init__", "config", "spec", "world", "metrics", "prefetch", "files"},
-    1: {"conversations", "codec", "mask", "target", "optim"},
+    1: {"conversations", "codec", "mask", "target", "optim", "commit"},
     2: {"drafter", "dataset", "planning", "direct"},
     3: {"shards", "checkpoint"},
     4: {"packing", "contract"},
