@@ -192,6 +192,45 @@ def test_a_whole_small_run_through_the_commands(tiny_llama, tmp_path, capsys):
     assert "nothing" in err
 
 
+def test_a_hybrid_target_in_a_multimodal_wrapper_goes_through_every_command(
+    tiny_qwen35, tmp_path, capsys
+):
+    """The architecture of Qwen3.6-27B, from chats with and without reasoning to a report."""
+
+    def run(*args):
+        code, out, err = outcome([*args, "--device", "cpu"], capsys)
+        assert code == 0, err
+        return out
+
+    thinking = {
+        "role": "assistant",
+        "content": "the list is long",
+        "reasoning_content": "step one",
+    }
+    chats = [CHAT, {"messages": [CHAT["messages"][0], thinking]}] * 4
+    data, shards = data_file(tmp_path, *chats), tmp_path / "shards"
+    assert "thinking_turns" in run(
+        "extract", "--target", tiny_qwen35, "--data", data, "--output", shards
+    )
+    spec = json.loads((shards / "dataset.json").read_text())["contract"]
+    assert spec["target_layer_ids"] == [1, 2, 3, 4, 5]
+    other = tmp_path / "heldout"
+    run("extract", "--target", tiny_qwen35, "--data", data, "--output", other, "--codec", "raw")
+    common = ["--target", tiny_qwen35]
+    run("train", *common, "--shards", shards, "--eval-shards", other, "--output", tmp_path / "run",
+        "--mask-token-id", 9, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--head-dim", 16,
+        "--block-size", 4, "--row-tokens", 128, "--anchors", 16, "--rows-per-step", 1,
+        "--steps", 3)  # fmt: skip
+    exported = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())
+    assert exported["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e7}
+    assert (exported["vocab_size"], exported["hidden_size"]) == (512, 64)
+    run("evaluate", *common, "--drafter", tmp_path / "run" / "drafter", "--shards", other,
+        "--output", tmp_path / "evaluation.json")  # fmt: skip
+    report = json.loads((tmp_path / "evaluation.json").read_text())
+    assert len(report["documents"]) == 8
+    assert report["acceptance_length"] >= 1
+
+
 def test_evaluate_overwrites_nothing_but_an_earlier_evaluation(tiny_llama, tmp_path, capsys):
     store = make_store(tmp_path / "store", tiny_llama, random_documents(2))
     for output, words in (
