@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_offline.drafter import Drafter
+from dflash_offline.facts import canonical_hash, read_json
 from dflash_offline.files import publish_folder, sha256_of, start_folder
-from dflash_offline.spec import DrafterSpec, canonical_hash, read_json
+from dflash_offline.spec import DrafterSpec
 
 _WEIGHTS, _OPTIMIZERS, _FACTS = "drafter.safetensors", "optimizer.pt", "state.json"
 _NAME = re.compile(r"step-\d{8}")

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dflash_offline.spec import TargetSpec, check_file, failing_as, reason, shown
+from dflash_offline.facts import check_file, failing_as, reason, shown
+from dflash_offline.spec import TargetSpec
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

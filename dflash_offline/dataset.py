@@ -44,8 +44,9 @@ from dflash_offline.commit import (
     parse_commit,
     read_manifest_line,
 )
+from dflash_offline.facts import canonical_hash, read_json
 from dflash_offline.files import sync, write_whole
-from dflash_offline.spec import TargetSpec, canonical_hash, read_json
+from dflash_offline.spec import TargetSpec
 
 SCHEMA_VERSION = 1
 _NOT_COMPARED = ("target.name",)  # a folder's name says nothing about its content

@@ -35,7 +35,8 @@ from dflash_offline.commit import (
 )
 from dflash_offline.dataset import SCHEMA_VERSION, Dataset, differences
 from dflash_offline.direct import PlaneFiles
-from dflash_offline.spec import TargetSpec, canonical_hash
+from dflash_offline.facts import canonical_hash
+from dflash_offline.spec import TargetSpec
 
 if TYPE_CHECKING:  # its tokenizers take seconds to import
     from dflash_offline.conversations import Document

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
-from dflash_offline.spec import Facts, failing_as, read_json, reason, shown
+from dflash_offline.facts import Facts, failing_as, read_json, reason, shown
 
 # Functions of the hybrid (gated delta rule) targets that transformers binds at import to an
 # installed package, whatever the device: module attribute -> what it computes.

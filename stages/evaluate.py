@@ -23,11 +23,12 @@ from dflash_offline.contract import (
     check_same_target,
     incomplete,
 )
+from dflash_offline.facts import read_json
 from dflash_offline.files import write_json
 from dflash_offline.loss import TOP
 from dflash_offline.metrics import progress, say
 from dflash_offline.shards import ShardSet
-from dflash_offline.spec import TargetSpec, read_json
+from dflash_offline.spec import TargetSpec
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import current_world
 

@@ -25,8 +25,8 @@ from dflash_offline.codec import make_codec, measure
 from dflash_offline.commit import seal
 from dflash_offline.config import VerifyConfig
 from dflash_offline.dataset import Dataset
+from dflash_offline.facts import canonical_hash
 from dflash_offline.shards import ShardReader, ShardSet, ShardWriter
-from dflash_offline.spec import canonical_hash
 from dflash_offline.stages.verify import verify
 
 LAYERS, WIDTH = 3, 64

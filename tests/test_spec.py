@@ -7,7 +7,8 @@ import shutil
 import pytest
 from drafters import FULL, SLIDING, small_spec
 
-from dflash_offline.spec import DrafterSpec, TargetSpec, default_layer_ids, failing_as, shown
+from dflash_offline.facts import failing_as, shown
+from dflash_offline.spec import DrafterSpec, TargetSpec, default_layer_ids
 
 
 @pytest.mark.parametrize("layers", [8, 24, 28, 30, 32, 36, 64])
