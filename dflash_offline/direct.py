@@ -1,15 +1,16 @@
-"""Rows of a plane straight from zarr's files: the fast path of reading shards.
+"""Rows of a plane straight from and into zarr's files: the fast path of shards.
 
 A plane's file is a zarr v3 shard: inner chunks, each its rows' bytes and a crc32c, and at the end
 an index of (offset, bytes) per chunk with a crc32c of its own (zarr's sharding-indexed codec). A
-read goes from the file into the result with no copy between, and every chunk is checked. Where an
-entropy coder is in the chain, zarr's own reader is used instead; both are tested to agree.
+read goes from the file into the result with no copy between, and every chunk is checked; a write
+makes the very bytes that zarr would. Where an entropy coder is in the chain, zarr itself is used
+instead; both are tested to agree.
 """
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
@@ -42,8 +43,27 @@ class PlaneFiles:
         offset = first * self.chunk_rows
         return whole[start - offset : stop - offset]
 
+    def write(self, file: int, rows: NDArray[Any]) -> None:
+        """Make file number `file` of its rows; only the last file has fewer than `file_rows`."""
+        path = self._path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        index = np.full((self.file_rows // self.chunk_rows, 2), _ABSENT, "<u8")
+        with path.open("wb") as out:
+            for number, start in enumerate(range(0, len(rows), self.chunk_rows)):
+                chunk = rows[start : start + self.chunk_rows]
+                if len(chunk) < self.chunk_rows:
+                    whole = np.full((self.chunk_rows, *self.row_shape), self.fill, self.dtype)
+                    whole[: len(chunk)] = chunk
+                    chunk = whole
+                index[number] = out.tell(), chunk.nbytes + _CRC_BYTES
+                _write_checked(out, chunk)
+            _write_checked(out, index)
+
+    def _path(self, file: int) -> Path:
+        return self.folder.joinpath("c", str(file), *["0"] * len(self.row_shape))
+
     def _read_file(self, file: int, first_chunk: int, chunks: NDArray[Any]) -> None:
-        path = self.folder.joinpath("c", str(file), *["0"] * len(self.row_shape))
+        path = self._path(file)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             index = self._index(descriptor, path)[first_chunk : first_chunk + len(chunks)]
@@ -74,3 +94,10 @@ def _read_checked(descriptor: int, offset: int, into: NDArray[Any], path: Path) 
         raise ValueError(f"{path} ends in the middle of a chunk")
     if google_crc32c.value(into) != int.from_bytes(stored, "little"):
         raise ValueError(f"{path}: the stored and computed checksum do not match")
+
+
+def _write_checked(out: BinaryIO, data: NDArray[Any]) -> None:
+    """The array's bytes and their crc32c."""
+    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    out.write(flat.data)
+    out.write(google_crc32c.value(flat).to_bytes(_CRC_BYTES, "little"))

@@ -44,6 +44,27 @@ def test_every_range_equals_what_zarr_reads(tmp_path, rows, dtype):
             np.testing.assert_array_equal(got, array[start:stop])
 
 
+@pytest.mark.parametrize("rows", [1, 8, 31, 32, 33, 100, 131])
+@pytest.mark.parametrize("dtype", ["int8", "uint16"])
+def test_files_written_directly_are_zarrs_byte_for_byte(tmp_path, rows, dtype):
+    fill = {"int8": -128, "uint16": 0xFFFF}[dtype]
+    array = make_array(tmp_path / "zarr", rows, dtype, fill)
+    direct = files_of(tmp_path / "direct", dtype, fill)
+    for file in range(-(-rows // FILE)):
+        direct.write(file, array[file * FILE : (file + 1) * FILE])
+    theirs, ours = (
+        {
+            p.relative_to(tmp_path / way): p
+            for p in (tmp_path / way / "c").rglob("*")
+            if p.is_file()
+        }
+        for way in ("zarr", "direct")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, path in theirs.items():
+        assert ours[name].read_bytes() == path.read_bytes(), name
+
+
 def test_a_chunk_of_nothing_but_fill_is_left_out_by_zarr_and_read_as_fill(tmp_path):
     values = np.full((40, *SHAPE), 7)
     values[8:16] = -128
