@@ -410,9 +410,9 @@ class ShardSet:
     def identity(self) -> str:
         """Hash of all that gives the content its meaning, and of the shards that are there."""
         contracts = {}
-        for dataset, _ in self._shards:
+        for path, dataset in {dataset.path: dataset for dataset, _ in self._shards}.items():
             unnamed = {**dataset.contract["target"], "name": ""}
-            contracts[dataset.path] = canonical_hash({**dataset.contract, "target": unnamed})
+            contracts[path] = canonical_hash({**dataset.contract, "target": unnamed})
         return canonical_hash(
             [[contracts[d.path], record.name, record.commit_crc32c] for d, record in self._shards]
         )

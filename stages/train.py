@@ -303,7 +303,7 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
         if state.step == config.steps:
             say("this run is finished already; exporting its drafter again")
     pace, skipped = Pace(state.step), SkippedSteps()
-    first_step = state.step + 1
+    first_step, resumable = state.step + 1, resumable_facts(setup)
     quality: dict[str, float] = {}
     log_path = config.output / "log.jsonl" if world.is_first else None
     with Log(log_path) as log, prefetch(feed(setup, state.rows)) as steps:
@@ -327,8 +327,7 @@ def run(setup: Setup, state: TrainState) -> dict[str, Any]:
             if state.step % config.eval_every == 0 or last:
                 quality = log_heldout(log, state, evaluate_heldout(setup, state))
             if world.is_first and (state.step % config.save_every == 0 or last):
-                facts = resumable_facts(setup)
-                save_checkpoint(config.output, state, facts, keep=config.keep_checkpoints)
+                save_checkpoint(config.output, state, resumable, keep=config.keep_checkpoints)
     skipped.refuse_all(state.step - first_step + 1)
     world.barrier()  # the others must not leave while rank 0 still saves
     return finish(setup, state, quality, skipped.total, time.monotonic() - pace.started)
