@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from dflash_offline.drafter import Drafter, KeysValues
 from dflash_offline.loss import hit_sums, label_ranks
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.target import FrozenEnds
 
 _NGRAM_SIZES = (4, 3, 2, 1)

@@ -80,21 +80,25 @@ def read_manifest_line(line: bytes, where: str) -> ShardRecord:
     return record
 
 
-def seal(folder: Path, facts: Mapping[str, Any], *, required: Iterable[str]) -> int:
+def seal(folder: Path, facts: Mapping[str, Any], *, known: Files, required: Iterable[str]) -> int:
     """Write COMMIT.json over all files and force everything to the disk; its own crc32c.
 
-    ValueError, and no COMMIT.json, if one of `required` is not among the files.
+    The files in `known` are on the disk already, with these bytes and crc32c. ValueError, and no
+    COMMIT.json, if one of `required` is not among the files, or one of `known` has another size.
     """
     paths = sorted(folder.rglob("*"))
     files: Files = {}
     for path in (path for path in paths if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "crc32c": _crc32c_of_file(path)}
-        sync(path)
+        if name not in known:
+            files[name] = {"bytes": path.stat().st_size, "crc32c": _crc32c_of_file(path)}
+            sync(path)
+        elif path.stat().st_size == known[name]["bytes"]:
+            files[name] = known[name]
     if lost := next((name for name in required if name not in files), None):
         raise ValueError(
-            f"{folder / lost} was removed while its shard was written; stop what else works in "
-            "this folder and run extract again"
+            f"{folder / lost} was removed or changed while its shard was written; stop what else "
+            "works in this folder and run extract again"
         )
     content = json_bytes({**facts, "files": files})
     (folder / "COMMIT.json").write_bytes(content)
@@ -155,6 +159,17 @@ def check_checksums(folder: Path, files: Files) -> None:
     for name, facts in files.items():
         if _crc32c_of_file(folder / name) != facts["crc32c"]:
             raise damage(folder, name, "does not match its crc32c")
+
+
+def read_checked(folder: Path, file: str, files: Files) -> bytes:
+    """All of a file of a shard, once it is the one that was committed."""
+    if file not in files:
+        raise damage(folder, file, "is not in COMMIT.json")
+    check_sizes(folder, {file: files[file]})
+    content = (folder / file).read_bytes()
+    if google_crc32c.value(content) != files[file]["crc32c"]:
+        raise damage(folder, file, "does not match its crc32c")
+    return content
 
 
 def check_shard(folder: Path, record: ShardRecord, dataset_sha256: str) -> None:

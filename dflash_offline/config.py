@@ -60,6 +60,7 @@ LARGEST_SEED = 2**31 - 1
 MOST_TOKENS = 2**24
 WIDEST = 2**20
 CODECS = ("int8", "lossless", "raw")
+FINAL_HIDDEN = ("none", "before-norm", "after-norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,17 @@ class ExtractConfig(Config):
         None, "Tapped layers, comma-separated, 0-based. Default: five by z-lab's rule.", minimum=0
     )
     codec: str = knob("int8", "How hidden states are stored.", choices=CODECS)
+    max_codec_error: float = knob(
+        0.05,
+        "Stop if a tap's relative L2 error (p99 over a shard's tokens) is larger.",
+        minimum=0,
+    )
+    final_hidden: str = knob(
+        "none",
+        "Store the last hidden state too, for distillation; the whole target runs for it.",
+        choices=FINAL_HIDDEN,
+    )
+    final_codec: str = knob("int8", "How the last hidden state is stored.", choices=CODECS)
     max_length: int = knob(
         4096, "Longer documents are cut to this many tokens.", minimum=2, maximum=MOST_TOKENS
     )

@@ -1,7 +1,10 @@
 """Checks at each hand-over: shards, target and drafter belong together, or the run is refused."""
 
-from dflash_offline.shards import ShardSet
+import torch
+
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.spec import DrafterSpec, TargetSpec
+from dflash_offline.world import World
 
 
 def check_same_target(shards: ShardSet, target: TargetSpec) -> None:
@@ -40,18 +43,20 @@ def incomplete(shards: ShardSet) -> list[str]:
     ]
 
 
-def check_mask_token(shards: ShardSet, token: int) -> int:
+def check_mask_token(shards: ShardSet, token: int, world: World) -> int:
     """How often `token` stands in prompts. Refused where the target produced it.
 
-    A drafter that sees the mask token as a real token cannot tell an answer from a blank.
+    A drafter that sees the mask token as a real token cannot tell an answer from a blank. Each
+    rank reads the tokens of its share of the shards.
     """
-    in_prompts = 0
-    for ids, mask in shards.shard_tokens():
+    counts = torch.zeros(2, dtype=torch.int64)  # in all, and in what the target produced
+    for ids, mask in shards.shard_tokens(world.rank, world.size):
         found = ids == token
-        if bool((found & mask).any()):
-            raise ValueError(
-                f"mask token {token} is a token that the target produced in these shards; choose "
-                "one that it never uses (--mask-token-id of train)"
-            )
-        in_prompts += int(found.sum())
-    return in_prompts
+        counts += torch.stack([found.sum(), (found & mask).sum()])
+    in_all, produced = world.sum_(counts.to(world.device)).tolist()
+    if produced:
+        raise ValueError(
+            f"mask token {token} is a token that the target produced, {produced:,} times in these "
+            "shards; choose one that it never uses (--mask-token-id of train)"
+        )
+    return int(in_all)

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from dflash_offline.codec import GROUP_SIZES, Codec, Int8Codec, load_codec
+from dflash_offline.codec import GROUP_SIZES, ArraySpec, Codec, Int8Codec, load_codec
 from dflash_offline.commit import (
     ShardRecord,
     check_name,
@@ -48,8 +48,11 @@ from dflash_offline.facts import canonical_hash, read_json
 from dflash_offline.files import sync, write_whole
 from dflash_offline.spec import TargetSpec
 
-SCHEMA_VERSION = 1
-_NOT_COMPARED = ("target.name",)  # a folder's name says nothing about its content
+# 1: first. 2: contract with kernels, truncation rule and final hidden state; final_codec.
+SCHEMA_VERSION = 2
+FINAL_PREFIX = "final_"  # of the names of the final hidden state's planes and tensors
+# A folder's name says nothing about its content; kernels are known once the target is loaded.
+_NOT_COMPARED = ("target.name", "kernels")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
 _LOCK = re.compile(r"rank-(\d+)\.lock")
 _RESTORE = "restore it, or extract into another folder"
@@ -84,15 +87,32 @@ class Dataset:
 
     `contract` is all that gives the content its meaning; whoever resumes must agree with it. The
     store itself reads `target` (a TargetSpec), `target_layer_ids` and `layer_convention` of it.
-    `provenance` (versions, times) is kept but never compared. `sha256` is dataset.json's: every
-    shard carries it, so that no other data set takes the shard for its own.
+    `final_codec` is there if shards hold the final hidden state too. `provenance` (versions,
+    times) is kept but never compared. `sha256` is dataset.json's: every shard carries it, so that
+    no other data set takes the shard for its own.
     """
 
     path: Path
     contract: dict[str, Any]
     codec: Codec
+    final_codec: Codec | None
     provenance: dict[str, Any]
     sha256: str
+
+    @property
+    def plane_specs(self) -> dict[str, ArraySpec]:
+        """The arrays of a shard that hold hidden states, by name."""
+        final = self.final_codec.arrays() if self.final_codec else {}
+        return {
+            **self.codec.arrays(),
+            **{FINAL_PREFIX + name: spec for name, spec in final.items()},
+        }
+
+    @property
+    def tap_names(self) -> list[str]:
+        """What is stored of each token, in words."""
+        names = [f"layer {i}" for i in self.contract["target_layer_ids"]]
+        return [*names, "the final hidden state"] if self.final_codec else names
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -104,22 +124,25 @@ class Dataset:
         path: Path,
         *,
         contract: Mapping[str, Any],
-        make_codec: Callable[[], Codec],
+        make_codecs: Callable[[], tuple[Codec, Codec | None]],
         provenance: Mapping[str, Any],
     ) -> "Dataset":
-        """Go on with the data set in `path`, or start one; only then `make_codec` is called.
+        """Go on with the data set in `path`, or start one; only then `make_codecs` is called.
+
+        It gives the codec of the taps and that of the final hidden state, if this is stored.
 
         One process does this; the others wait until `exists` and `open` with their contract.
         """
         if not cls.exists(path):
             _prepare_folder(path)
         if not cls.exists(path):  # still, now that no other process can make one
-            codec = make_codec()
+            codec, final_codec = make_codecs()
             facts = {
                 "schema_version": SCHEMA_VERSION,
                 "contract": contract,
                 "codec": codec.recipe(),
-                "calibration_sha256": _write_calibration(path, codec),
+                "final_codec": final_codec.recipe() if final_codec else None,
+                "calibration_sha256": _write_calibration(path, codec, final_codec),
                 "provenance": provenance,
             }
             facts = json.loads(json_bytes(facts))  # as it will be read: lists, not tuples
@@ -133,19 +156,28 @@ class Dataset:
         if not cls.exists(path):
             raise FileNotFoundError(f"{path} is no data set: it has no dataset.json; run extract")
         facts = _read_facts(path / "dataset.json")
-        codec = _read_codec(path, facts)
-        dataset = cls(path, facts["contract"], codec, facts["provenance"], facts["sha256"])
+        contents = facts["contract"], *_read_codecs(path, facts), facts["provenance"]
+        dataset = cls(path, *contents, facts["sha256"])
         if contract is not None:
+            _refuse_older(path, facts["schema_version"])
             dataset._refuse_other(json.loads(json_bytes(contract)))
         return dataset
 
     def _refuse_other(self, contract: dict[str, Any]) -> None:
         for field, old, new in differences(self.contract, contract):
-            if field not in _NOT_COMPARED:
-                raise ValueError(
-                    f"{self.path} was made with {field} = {old!r}, but now it is {new!r}; "
-                    "go back to the old value or choose another output folder"
-                )
+            if not field.startswith(_NOT_COMPARED):
+                self._refuse(field, old, new)
+
+    def refuse_other_kernels(self, kernels: Mapping[str, str]) -> None:
+        """ValueError unless the target runs on the kernels that made the shards so far."""
+        for field, old, new in differences(self.contract["kernels"], dict(kernels), "kernels"):
+            self._refuse(field, old, new)
+
+    def _refuse(self, field: str, old: Any, new: Any) -> None:
+        raise ValueError(
+            f"{self.path} was made with {field} = {old!r}, but now it is {new!r}; "
+            "go back to the old value or choose another output folder"
+        )
 
     def shard_path(self, name: str) -> Path:
         return self.path / "shards" / name
@@ -361,7 +393,14 @@ def _fitting(facts: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "contract.layer_convention", isinstance(contract.get("layer_convention"), str)
     yield "contract.documents", is_count(contract.get("documents", 0))
     yield "contract.data_sha256", _are_all(contract.get("data_sha256", []), str)
+    yield "contract.kernels", isinstance(contract.get("kernels", {}), dict)
     yield "codec", isinstance(facts.get("codec"), dict)
+    yield "final_codec", isinstance(facts.get("final_codec"), dict | None)
+    final_hidden = contract.get("final_hidden")
+    yield (
+        "contract.final_hidden",
+        isinstance(final_hidden, str) if facts.get("final_codec") else final_hidden is None,
+    )
     yield "calibration_sha256", isinstance(facts.get("calibration_sha256"), str | None)
     yield "provenance", isinstance(facts.get("provenance"), dict)
 
@@ -382,28 +421,53 @@ def _is_target(facts: Mapping[str, Any]) -> bool:
     )
 
 
-def _write_calibration(path: Path, codec: Codec) -> str | None:
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in codec.tensors().items()}
+def _refuse_older(path: Path, version: int) -> None:
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema_version {version}: it can be read, but this version writes "
+            f"{SCHEMA_VERSION}; extract into another folder (train takes several)"
+        )
+
+
+def _write_calibration(path: Path, codec: Codec, final_codec: Codec | None) -> str | None:
+    final = final_codec.tensors() if final_codec else {}
+    tensors = {**codec.tensors(), **{FINAL_PREFIX + name: t for name, t in final.items()}}
     if not tensors:
         return None
-    content = save_tensors(tensors)
+    content = save_tensors({name: t.cpu().contiguous() for name, t in tensors.items()})
     write_whole(path / "calibration.safetensors", content)
     return sha256(content).hexdigest()
 
 
-def _read_codec(path: Path, facts: Mapping[str, Any]) -> Codec:
-    file = path / "dataset.json"
+def _read_codecs(path: Path, facts: Mapping[str, Any]) -> tuple[Codec, Codec | None]:
     tensors = _read_calibration(path, facts["calibration_sha256"])
+    width = facts["contract"]["target"]["hidden_size"]
+    layers = len(facts["contract"]["target_layer_ids"])
+    codec = _load_codec(path, facts["codec"], tensors, (layers, width))
+    if facts.get("final_codec") is None:
+        return codec, None
+    final = {
+        name.removeprefix(FINAL_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(FINAL_PREFIX)
+    }
+    return codec, _load_codec(path, facts["final_codec"], final, (1, width))
+
+
+def _load_codec(
+    path: Path,
+    recipe: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    sizes: tuple[int, int],
+) -> Codec:
+    """A codec for `sizes` (layers, width)."""
+    file = path / "dataset.json"
     try:
-        codec = load_codec(facts["codec"], tensors)
+        codec = load_codec(recipe, tensors)
     except KeyError as error:
         raise ValueError(f"{file} has a codec without {error}; {_RESTORE}") from None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    sizes = (
-        len(facts["contract"]["target_layer_ids"]),
-        facts["contract"]["target"]["hidden_size"],
-    )
     if (codec.layers, codec.width) != sizes or not _is_usable(codec):
         raise ValueError(f"{file} has a codec that is none or not this data set's; {_RESTORE}")
     return codec

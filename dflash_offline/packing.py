@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 
 _OPEN_ROWS = 16
 

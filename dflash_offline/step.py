@@ -17,7 +17,7 @@ from dflash_offline.loss import BlockLoss, block_loss
 from dflash_offline.mask import Mask, attention_mask, block_mask_mod
 from dflash_offline.optim import set_rate
 from dflash_offline.packing import load_row, load_taps
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.spec import DrafterSpec
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import World

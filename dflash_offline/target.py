@@ -34,6 +34,7 @@ _HYBRID_FUNCTIONS = {
     "torch_recurrent_gated_delta_rule": "",  # decoding only, as the next
     "causal_conv1d_update": "",
 }
+_FINAL = -1  # the final hidden state's place among the layers' outputs
 _KERNEL_PACKAGES = ("fla", "causal_conv1d")
 
 EMBEDDING_KEYS = (
@@ -47,12 +48,21 @@ LM_HEAD_KEYS = ("lm_head.weight", "language_model.lm_head.weight")
 class TappedTarget:
     """The target's text tower up to its deepest tap, in eval mode on one device."""
 
-    def __init__(self, tower: nn.Module, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tower: nn.Module,
+        layers: nn.ModuleList,
+        layer_ids: Sequence[int],
+        final_hidden: str = "none",
+    ) -> None:
         self._tower = tower
-        self._layer_ids = tuple(layer_ids)
         self._states_BTD: dict[int, Tensor] = {}
-        for i in self._layer_ids:
+        self._kept = tuple(layer_ids)
+        for i in layer_ids:
             layers[i].register_forward_hook(self._keeper(i))
+        if final_hidden != "none":
+            self._kept += (_FINAL,)
+            self._keep_final(after_norm=final_hidden == "after-norm")
         self.device = next(tower.parameters()).device
         # Triton kernels cannot run on a CPU, although transformers would call them there.
         self._bypass = self._hybrid_functions() if self.device.type == "cpu" else {}
@@ -65,14 +75,16 @@ class TappedTarget:
         target_layer_ids: Sequence[int],
         device: torch.device | str,
         dtype: torch.dtype,
+        final_hidden: str = "none",
         trust_remote_code: bool = False,
     ) -> "TappedTarget":
         """The target in `folder`, without what lies above the deepest of `target_layer_ids`.
 
+        With `final_hidden` (before-norm or after-norm) it is loaded whole, but for its lm_head.
         ValueError says why the folder cannot be loaded.
         """
         _weight_files(folder)  # a damaged file is named here; transformers names none
-        depth = max(target_layer_ids) + 1
+        depth = max(target_layer_ids) + 1 if final_hidden == "none" else None
         # The weights left out on purpose would fill a screen.
         with failing_as(f"{folder} cannot be loaded as a target"), _quiet():
             tower, loading = AutoModel.from_pretrained(
@@ -86,14 +98,18 @@ class TappedTarget:
             )
         _check_loaded(folder, loading)
         tower = tower.to(device).eval().requires_grad_(False)
-        return cls(tower, _decoder_layers(tower, depth), target_layer_ids)
+        layers = _decoder_layers(tower, tower.config.num_hidden_layers)
+        return cls(tower, layers, target_layer_ids, final_hidden)
 
     @torch.inference_mode()
     def taps(self, input_ids_BT: Tensor) -> Tensor:
-        """bf16 [B, T, L, D] on the device: the output of each tapped layer, before any norm."""
+        """bf16 [B, T, L, D] on the device: the output of each tapped layer, before any norm.
+
+        The final hidden state, if it is asked for, is the last of the L.
+        """
         with self._without_kernels():
             self._tower(input_ids=input_ids_BT.to(self.device), use_cache=False)
-        taps_BTLD = torch.stack([self._states_BTD.pop(i) for i in self._layer_ids], dim=2)
+        taps_BTLD = torch.stack([self._states_BTD.pop(i) for i in self._kept], dim=2)
         return taps_BTLD.to(torch.bfloat16)
 
     def describe_kernels(self) -> dict[str, str]:
@@ -120,6 +136,19 @@ class TappedTarget:
 
         return keep
 
+    def _keep_final(self, *, after_norm: bool) -> None:
+        norm = getattr(self._tower, "norm", None)
+        if not isinstance(norm, nn.Module):
+            raise ValueError(
+                f"{type(self._tower).__name__} has no final norm to take the last hidden state "
+                "at; extract without --final-hidden"
+            )
+
+        def keep(_norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self._states_BTD[_FINAL] = output if after_norm else inputs[0]
+
+        norm.register_forward_hook(keep)
+
     def _hybrid_functions(self) -> dict[str, Callable[..., Any]]:
         """The functions of this target's module that transformers wrapped; empty if not hybrid."""
         module = vars(sys.modules[type(self._tower).__module__])
@@ -136,11 +165,13 @@ class TappedTarget:
             module.update(self._bypass)
 
 
-def _config_up_to(folder: Path, depth: int, trust_remote_code: bool) -> Any:
-    """The config of a text tower of `depth` layers."""
+def _config_up_to(folder: Path, depth: int | None, trust_remote_code: bool) -> Any:
+    """The config of a text tower of `depth` layers, or of all that it has."""
     text = AutoConfig.from_pretrained(
         folder, trust_remote_code=trust_remote_code
     ).get_text_config()
+    if depth is None:
+        return text
     text.num_hidden_layers = depth
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:depth]

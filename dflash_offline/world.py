@@ -5,11 +5,14 @@ WORLD_SIZE, LOCAL_RANK), they name the rank; collectives run over NCCL on GPUs a
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,21 @@ class World:
             gradients = [p.grad for p in parameters if p.grad is not None]
             for pending in [dist.all_reduce(g, async_op=True) for g in gradients]:
                 pending.wait()
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every rank; a ValueError or OSError likewise."""
+        if self.size == 1:
+            return make()
+        outcome: list[Any] = [None]
+        if self.is_first:
+            try:
+                outcome = [make()]
+            except (ValueError, OSError) as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -27,7 +27,7 @@ from dflash_offline.facts import read_json
 from dflash_offline.files import write_json
 from dflash_offline.loss import TOP
 from dflash_offline.metrics import progress, say
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.spec import TargetSpec
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import current_world
@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     target = TargetSpec.read(config.target)
     check_same_target(shards, target)
     check_drafter(drafter.spec, shards)
-    check_mask_token(shards, drafter.spec.mask_token_id)
+    check_mask_token(shards, drafter.spec.mask_token_id, world)
     ends = FrozenEnds.load(config.target, device=device, dtype=dtype)
     block_size = config.block_size or drafter.spec.block_size
 

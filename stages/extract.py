@@ -5,13 +5,14 @@ shards r, r + R, r + 2 R, ... and talks to nobody. Only the codec is settled onc
 to a seeded sample of the whole corpus, and the others wait for dataset.json. A run that was killed
 goes on with the shards that are missing, on any number of ranks.
 
-Letters: B documents of a batch, T tokens (padded), N tokens, L tapped layers, D hidden.
+Letters: B documents of a batch, T tokens (padded), N tokens, L tapped layers (and the final hidden
+state after them, if it is stored), D hidden.
 """
 
 import functools
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
 from dflash_offline.config import ExtractConfig
 from dflash_offline.conversations import Corpus, Document, read_documents
-from dflash_offline.dataset import Dataset
+from dflash_offline.dataset import FINAL_PREFIX, Dataset
 from dflash_offline.files import write_json
 from dflash_offline.metrics import progress, say
 from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
@@ -34,6 +35,7 @@ from dflash_offline.target import TappedTarget
 from dflash_offline.world import World, current_world
 
 LOSS_MASK_RULE = "after the generation prompt, through the end-of-turn token if produced"
+TRUNCATION_RULE = "the first max_length tokens of a document"
 
 _WAIT_SECONDS = 1800.0
 
@@ -109,6 +111,7 @@ def load_target(setup: Setup) -> TappedTarget:
         target_layer_ids=setup.layer_ids,
         device=setup.world.device,
         dtype=getattr(torch, config.dtype),
+        final_hidden=config.final_hidden,
         trust_remote_code=config.trust_remote_code,
     )
     kernels = ", ".join(f"{name}: {by}" for name, by in target.describe_kernels().items())
@@ -124,10 +127,12 @@ def open_dataset(setup: Setup) -> Dataset:
     if not setup.world.is_first:
         wait_for_first_rank(path)
         return Dataset.open(path, contract=contract)
+    if not Dataset.exists(path):  # kernels are known by loading the target, which now has to be
+        contract["kernels"] = describe_kernels(setup)
     dataset = Dataset.create_or_resume(
         path,
         contract=contract,
-        make_codec=lambda: fit_codec(setup),
+        make_codecs=lambda: fit_codecs(setup),
         provenance=_provenance(setup),
     )
     # Beside the data set: the store holds nothing that its checksums do not cover.
@@ -151,8 +156,11 @@ def make_contract(setup: Setup) -> dict[str, Any]:
         "dtype": config.dtype,
         "loss_mask_rule": LOSS_MASK_RULE,
         "max_length": setup.max_length,
+        "truncation_rule": TRUNCATION_RULE,
+        "final_hidden": None if config.final_hidden == "none" else config.final_hidden,
         "codec": config.codec,
-        "codec_calibration": calibration if needs_calibration(config.codec) else None,
+        "final_codec": None if config.final_hidden == "none" else config.final_codec,
+        "codec_calibration": calibration if needs_sample(config) else None,
         "data_sha256": list(corpus.sha256.values()),
         "documents": len(corpus.documents),
         "tokens": corpus.tokens,
@@ -160,12 +168,16 @@ def make_contract(setup: Setup) -> dict[str, Any]:
     }
 
 
+def describe_kernels(setup: Setup) -> dict[str, str]:
+    """The device and what computes on it: other ones round differently."""
+    return {"device": setup.world.device.type, **setup.target.describe_kernels()}
+
+
 def _provenance(setup: Setup) -> dict[str, Any]:
     packages = ("dflash-offline", "torch", "transformers", "zarr")
     return {
         "versions": {name: version(name) for name in packages},
         "python": platform.python_version(),
-        "device": setup.world.device.type,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -184,12 +196,36 @@ def wait_for_first_rank(path: Path) -> None:
             bar.advance(1.0)
 
 
-def fit_codec(setup: Setup) -> Codec:
-    """The codec, calibrated if it needs to be on documents drawn from the whole corpus."""
+def fit_codecs(setup: Setup) -> tuple[Codec, Codec | None]:
+    """The codec of the taps and that of the final hidden state, if this is to be stored."""
+    config, layers = setup.config, len(setup.layer_ids)
+    sample_NLD = run_sample(setup) if needs_sample(config) else None
+
+    def fit(name: str, part: slice, what: str) -> Codec:
+        own_NLD = None if sample_NLD is None else sample_NLD[:, part]
+        sizes = {"layers": part.stop - part.start, "width": setup.spec.hidden_size}
+        codec = make_codec(name, **sizes, calibration=own_NLD)
+        if own_NLD is not None:
+            refuse_error(codec, own_NLD, config.max_codec_error, what)
+        return codec
+
+    final = slice(layers, layers + 1)
+    return fit(config.codec, slice(0, layers), "the tapped layers"), (
+        fit(config.final_codec, final, "the final hidden state")
+        if config.final_hidden != "none"
+        else None
+    )
+
+
+def needs_sample(config: ExtractConfig) -> bool:
+    """Whether a codec is fitted to hidden states."""
+    names = [config.codec, *([config.final_codec] if config.final_hidden != "none" else [])]
+    return any(map(needs_calibration, names))
+
+
+def run_sample(setup: Setup) -> Tensor:
+    """States bf16 [N, L, D] of documents drawn from the whole corpus, to calibrate codecs on."""
     config = setup.config
-    layers, width = len(setup.layer_ids), setup.spec.hidden_size
-    if not needs_calibration(config.codec):
-        return make_codec(config.codec, layers=layers, width=width)
     sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
     parts: list[Tensor] = []
     with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
@@ -197,10 +233,24 @@ def fit_codec(setup: Setup) -> Codec:
             taps_NLD = run_target(setup.target, batch)
             parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)].cpu())
             bar.advance(sum(map(len, batch)))
-    calibration_NLD = torch.cat(parts)
-    if not len(calibration_NLD):
+    sample_NLD = torch.cat(parts)
+    if not len(sample_NLD):
         raise ValueError(_all_broken(len(sample)))
-    return make_codec(config.codec, layers=layers, width=width, calibration=calibration_NLD)
+    return sample_NLD
+
+
+def refuse_error(codec: Codec, sample_NLD: Tensor, limit: float, what: str) -> None:
+    """ValueError if the codec is too coarse for its own sample: hours before a shard says so."""
+    errors_NL = torch.cat(
+        [measure(part, codec.decode(codec.encode(part)))[..., 3] for part in sample_NLD.split(512)]
+    )
+    worst = float(errors_NL.double().quantile(0.99, dim=0).max())
+    if worst > limit:
+        raise ValueError(
+            f"codec {codec.name} stores {what} of the calibration sample with a relative error of "
+            f"{worst:.1%} (p99 over tokens), above {limit:.1%}; use lossless (--codec, "
+            "--final-codec), or raise --max-codec-error"
+        )
 
 
 def _all_broken(documents: int) -> str:
@@ -235,14 +285,16 @@ def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
 
     Returns the seconds it took, the loading of the target left out.
     """
-    target, codec = setup.target, dataset.codec.to(setup.world.device)
+    dataset.refuse_other_kernels(describe_kernels(setup))
+    encode = make_encoder(dataset, setup.world.device)
     started = time.monotonic()
     tokens = sum(len(document) for name in names for document in setup.plan[name])
     with progress("extracting", total=tokens, unit="tok") as bar:
         for name in names:
-            with ShardWriter(dataset, name, rank=setup.world.rank) as writer:
+            limit = setup.config.max_codec_error
+            with ShardWriter(dataset, name, rank=setup.world.rank, largest_error=limit) as writer:
                 for batch in cut_batches(setup.plan[name], setup.config.batch_tokens):
-                    planes, facts_NL4 = encode(codec, run_target(target, batch))
+                    planes, facts_NL4 = encode(run_target(setup.target, batch))
                     documents, planes, facts_NL4 = keep_sound(batch, planes, facts_NL4)
                     if documents:
                         writer.append(documents, planes, facts_NL4)
@@ -251,11 +303,25 @@ def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
     return time.monotonic() - started
 
 
-def encode(codec: Codec, taps_NLD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Planes on the CPU, and the facts of `measure` about what they will decode to."""
-    planes = codec.encode(taps_NLD)
-    facts_NL4 = measure(taps_NLD, codec.decode(planes))
-    return {name: plane.cpu() for name, plane in planes.items()}, facts_NL4.cpu()
+def make_encoder(
+    dataset: Dataset, device: torch.device
+) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
+    """States on `device` -> planes on the CPU, and the facts of `measure` about them."""
+    codecs = [("", dataset.codec.to(device))]
+    if dataset.final_codec:
+        codecs.append((FINAL_PREFIX, dataset.final_codec.to(device)))
+
+    def encode(taps_NLD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = taps_NLD.split([codec.layers for _, codec in codecs], dim=1)
+        planes: dict[str, Tensor] = {}
+        facts: list[Tensor] = []
+        for (prefix, codec), part_NLD in zip(codecs, parts, strict=True):
+            coded = codec.encode(part_NLD)
+            facts.append(measure(part_NLD, codec.decode(coded)))
+            planes |= {prefix + name: plane.cpu() for name, plane in coded.items()}
+        return planes, torch.cat(facts, 1).cpu()
+
+    return encode
 
 
 def keep_sound(
@@ -314,8 +380,9 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
 def _disk_facts(setup: Setup, readers: Sequence[ShardReader]) -> dict[str, Any]:
     tokens = sum(reader.record.tokens for reader in readers)
     size = sum(reader.bytes for reader in readers)
-    bf16_size = tokens * len(setup.layer_ids) * setup.spec.hidden_size * 2
-    errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.attributes["taps"]]
+    states = len(setup.layer_ids) + (setup.config.final_hidden != "none")
+    bf16_size = tokens * states * setup.spec.hidden_size * 2
+    errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.statistics]
     return {
         "tokens": tokens,
         "supervised_tokens": sum(reader.record.supervised for reader in readers),

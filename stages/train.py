@@ -29,7 +29,7 @@ from dflash_offline.metrics import Log, Pace, duration, progress, say
 from dflash_offline.optim import make_optimizers, rate
 from dflash_offline.packing import RowStream
 from dflash_offline.prefetch import prefetch
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardIndex, ShardSet
 from dflash_offline.spec import DrafterSpec, TargetSpec
 from dflash_offline.step import Batch, RowShape, StepResult, load_batch, row_loss, train_step
 from dflash_offline.target import FrozenEnds
@@ -79,7 +79,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     if world.is_first:
         check_run_folder(config)
     target = TargetSpec.read(config.target)
-    shards, heldout = ShardSet(config.shards), ShardSet(config.eval_shards)
+    shards, heldout = (open_shards(paths, world) for paths in (config.shards, config.eval_shards))
     for data in (shards, heldout):
         check_same_target(data, target)
     if heldout.target_layer_ids != shards.target_layer_ids:
@@ -88,7 +88,7 @@ def prepare(config: TrainConfig, world: World) -> Setup:
             f"{list(shards.target_layer_ids)}; extract both with the same --target-layer-ids"
         )
     mask_token = target.resolve_mask_token(config.mask_token_id)
-    in_prompts = sum(check_mask_token(data, mask_token) for data in (shards, heldout))
+    in_prompts = sum(check_mask_token(data, mask_token, world) for data in (shards, heldout))
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     ends = FrozenEnds.load(config.target, device=world.device, dtype=dtype)
     spec = drafter_spec(config, target, shards.target_layer_ids, mask_token, tied=ends.tied)
@@ -98,6 +98,11 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     if world.is_first:
         describe(setup, in_prompts)
     return setup
+
+
+def open_shards(paths: tuple[Path, ...], world: World) -> ShardSet:
+    """The data sets, their shards looked at by rank 0 alone."""
+    return ShardSet(paths, index=world.from_first(lambda: ShardIndex.read(paths)))
 
 
 def check_run_folder(config: TrainConfig) -> None:

@@ -4,13 +4,14 @@ Opening a data set already checks dataset.json, the calibration and every manife
 found beyond that belongs to one shard each, so a bad shard can be set aside and written again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dflash_offline.codec import Codec
 from dflash_offline.commit import ShardRecord, check_shard
 from dflash_offline.config import VerifyConfig
 from dflash_offline.dataset import Dataset
@@ -92,12 +93,18 @@ def _split(tokens: Tensor, reader: ShardReader) -> Iterator[Tensor]:
 
 
 def _check_states(reader: ShardReader, start: int, stop: int) -> None:
-    planes = reader.planes(start, stop)
-    for name, spec in reader.codec.arrays().items():
+    _check_planes(reader.codec, reader.planes(start, stop), f"tokens {start} to {stop}")
+    if reader.final_codec:
+        planes = reader.final_planes(start, stop)
+        _check_planes(reader.final_codec, planes, f"final, tokens {start} to {stop}")
+
+
+def _check_planes(codec: Codec, planes: Mapping[str, Tensor], what: str) -> None:
+    for name, spec in codec.arrays().items():
         if spec.fill_is_illegal and bool((planes[name] == spec.fill).any()):
-            raise ValueError(f"{name} holds fill values, so parts were never written")
-    if not bool(reader.codec.decode(planes).isfinite().all()):
-        raise ValueError(f"hidden states of tokens {start} to {stop} are inf or NaN")
+            raise ValueError(f"{name} holds fill values ({what}), so parts were never written")
+    if not bool(codec.decode(planes).isfinite().all()):
+        raise ValueError(f"hidden states ({what}) are inf or NaN")
 
 
 def _leftovers(dataset: Dataset, records: list[ShardRecord]) -> Iterator[str]:

@@ -23,7 +23,7 @@ def make_store(
     }
     chosen = make_codec(codec, layers=len(layer_ids), width=spec.hidden_size)
     dataset = Dataset.create_or_resume(
-        path, contract=contract, make_codec=lambda: chosen, provenance={}
+        path, contract=contract, make_codecs=lambda: (chosen, None), provenance={}
     )
     with ShardWriter(dataset, "shard-000000") as writer:
         for index, (ids, mask) in enumerate(documents):

@@ -17,7 +17,7 @@ from dflash_offline.acceptance import (
     ngram_outcome,
     replay,
 )
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.target import FrozenEnds
 
 K = 4

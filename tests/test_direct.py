@@ -2,21 +2,22 @@
 
 import random
 
+import google_crc32c
 import numpy as np
 import pytest
 import zarr
 from test_shards import bf16_from_bits, flip_bit, make_dataset, make_document, write_shard
-from zarr.codecs import Crc32cCodec
+from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from dflash_offline.direct import PlaneFiles
+from dflash_offline.direct import PlaneFiles, PlaneWriter
 
 CHUNK, FILE, SHAPE = 8, 32, (3, 5)
 
 
-def make_array(folder, rows, dtype="int8", fill=-128, values=None):
+def make_array(folder, rows, dtype="int8", fill=-128, values=None, zstd=()):
     array = zarr.create_array(
         folder, shape=(rows, *SHAPE), dtype=dtype, chunks=(CHUNK, *SHAPE), shards=(FILE, *SHAPE),
-        compressors=[Crc32cCodec()], filters=None, fill_value=fill, zarr_format=3,
+        compressors=[*zstd, Crc32cCodec()], filters=None, fill_value=fill, zarr_format=3,
     )  # fmt: skip
     if values is None:
         values = np.random.default_rng(rows).integers(-127, 128, (rows, *SHAPE))
@@ -45,13 +46,20 @@ def test_every_range_equals_what_zarr_reads(tmp_path, rows, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 31, 32, 33, 100, 131])
-@pytest.mark.parametrize("dtype", ["int8", "uint16"])
-def test_files_written_directly_are_zarrs_byte_for_byte(tmp_path, rows, dtype):
+@pytest.mark.parametrize("pieces", [1, 7, 8, 1000])
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "zstd"])
+def test_files_written_directly_are_zarrs_byte_for_byte(tmp_path, rows, pieces, dtype):
+    level, dtype = (1, "int8") if dtype == "zstd" else (None, dtype)
     fill = {"int8": -128, "uint16": 0xFFFF}[dtype]
-    array = make_array(tmp_path / "zarr", rows, dtype, fill)
-    direct = files_of(tmp_path / "direct", dtype, fill)
-    for file in range(-(-rows // FILE)):
-        direct.write(file, array[file * FILE : (file + 1) * FILE])
+    zstd = [ZstdCodec(level=level)] if level else []
+    array = make_array(tmp_path / "zarr", rows, dtype, fill, zstd=zstd)
+    told = {}
+    writer = PlaneWriter(
+        files_of(tmp_path / "direct", dtype, fill), zstd_level=level, on_file=told.__setitem__
+    )
+    for start in range(0, rows, pieces):
+        writer.append(array[start : min(start + pieces, rows)])
+    writer.close()
     theirs, ours = (
         {
             p.relative_to(tmp_path / way): p
@@ -61,8 +69,11 @@ def test_files_written_directly_are_zarrs_byte_for_byte(tmp_path, rows, dtype):
         for way in ("zarr", "direct")
     )
     assert ours.keys() == theirs.keys()
+    assert sorted(told) == sorted(ours.values())
     for name, path in theirs.items():
-        assert ours[name].read_bytes() == path.read_bytes(), name
+        content = path.read_bytes()
+        assert ours[name].read_bytes() == content, name
+        assert told[ours[name]] == {"bytes": len(content), "crc32c": google_crc32c.value(content)}
 
 
 def test_a_chunk_of_nothing_but_fill_is_left_out_by_zarr_and_read_as_fill(tmp_path):

@@ -14,14 +14,17 @@ from click.testing import CliRunner
 from drafters import small_spec
 from tiny_target import WORDS, build_tiny_target, reference_states
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from dflash_offline.cli.extract import extract as command
-from dflash_offline.config import ExtractConfig
+from dflash_offline.config import ExtractConfig, VerifyConfig
 from dflash_offline.conversations import Document
+from dflash_offline.dataset import Dataset
 from dflash_offline.planning import cut_batches, draw_sample, plan_shards
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.stages import extract as stage
 from dflash_offline.stages.extract import extract
+from dflash_offline.stages.verify import verify
 from dflash_offline.step import RowShape, load_batch
 
 LENGTHS = (7, 30, 129, 12, 64, 5, 33)
@@ -70,6 +73,9 @@ class IdentityTarget:
     def __init__(self, layer_ids, width):
         self.offsets_L1 = torch.tensor(layer_ids)[:, None] / 8
         self.width = width
+
+    def describe_kernels(self):
+        return {"attention": "none"}
 
     def taps(self, ids_BT):
         positions_T11 = torch.arange(ids_BT.shape[1])[:, None, None]
@@ -165,6 +171,87 @@ def test_raw_shards_hold_hugging_face_states_bit_for_bit(tmp_path, tiny_target):
         states, _ = reference_states(tiny_target, ids[None].long(), torch.bfloat16)
         # Eight layers, five taps by z-lab's rule: 1 to 5.
         assert torch.equal(taps_TLD, torch.stack([states[i + 1][0] for i in range(1, 6)], 1))
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("norm", ["before-norm", "after-norm"])
+def test_final_hidden_state_is_stored_beside_the_taps(tmp_path, tiny_target, norm, codec):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    rows = write_rows(data)
+    knobs = {"codec": "raw", "final_hidden": norm, "final_codec": codec, "dtype": "float32"}
+    extract(config(tiny_target, data, output, batch_tokens=1, **knobs))
+    shards = ShardSet([output])
+    assert shards.contract["final_hidden"] == norm
+    for i in range(len(shards)):
+        ids = torch.tensor(rows[shards.document_index(i)]["input_ids"])[None]
+        taps, last, normed = final_states(tiny_target, ids, shards.target_layer_ids)
+        expected = (last if norm == "before-norm" else normed).bfloat16()
+        if codec == "raw":
+            assert torch.equal(shards.final_hidden(i), expected)
+        else:
+            error = (shards.final_hidden(i).float() - expected.float()).norm(dim=-1)
+            assert (error <= 0.02 * expected.float().norm(dim=-1)).all()
+        assert torch.equal(shards.taps(i), taps.bfloat16())
+    assert verify(output, VerifyConfig()).bad == {}
+
+
+def final_states(folder, ids_1T, layer_ids):
+    """Hugging Face's states [T, L, D] after the layers, and the last one before and after norm."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = []
+    tower = model.get_decoder()
+    tower = getattr(tower, "language_model", tower)
+    tower.norm.register_forward_hook(lambda norm, inputs, output: before.append(inputs[0]))
+    with torch.inference_mode():
+        states = tower(ids_1T, output_hidden_states=True, use_cache=False).hidden_states
+    tapped = [before[0] if i + 1 == len(states) - 1 else states[i + 1] for i in layer_ids]
+    return torch.stack(tapped, 2)[0], before[0][0], states[-1][0]
+
+
+def test_data_set_without_final_hidden_states_says_how_to_get_them(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    extract(config(tiny_llama, data, output, codec="raw"))
+    with pytest.raises(ValueError, match="no final hidden states; extract with --final-hidden"):
+        ShardSet([output]).final_hidden(0)
+    knobs = {"final_hidden": "after-norm", "final_codec": "raw"}
+    with pytest.raises(ValueError, match="final_codec = None, but now it is 'raw'"):
+        extract(config(tiny_llama, data, output, codec="raw", **knobs))
+
+
+def test_codec_that_is_too_coarse_stops_before_anything_is_written(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    with pytest.raises(ValueError, match=r"codec int8 .* tapped layers .*above 0.1%; use"):
+        extract(config(tiny_llama, data, output, max_codec_error=1e-3))
+    assert not (output / "dataset.json").exists()
+
+
+def test_shard_with_too_large_an_error_is_not_committed(tmp_path, tiny_llama, monkeypatch):
+    """The sample was good, and the corpus has worse."""
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    monkeypatch.setattr(stage, "refuse_error", lambda *_: None)
+    with pytest.raises(ValueError, match=r"shard-000000: codec int8 stores layer .*above 0.1%"):
+        extract(config(tiny_llama, data, output, max_codec_error=1e-3))
+    assert list((output / "shards").iterdir()) == []
+    assert ["shard-000000" in path.read_text() for path in output.glob("manifest/*.jsonl")] == []
+
+
+def test_shards_of_other_kernels_are_not_mixed(tmp_path, tiny_llama, monkeypatch):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    knobs = {"codec": "raw", "shard_tokens": 64}
+    extract(config(tiny_llama, data, output, **knobs))
+    contract = ShardSet([output]).contract
+    assert contract["kernels"] == {"device": "cpu", "attention": "sdpa"}
+    assert contract["truncation_rule"] == "the first max_length tokens of a document"
+    Dataset.open(output).set_aside("shard-000001")
+    monkeypatch.setattr(
+        stage.TappedTarget, "describe_kernels", lambda self: {"attention": "flash_attention_2"}
+    )
+    with pytest.raises(ValueError, match=r"kernels.attention = 'sdpa', but now it is 'flash_att"):
+        extract(config(tiny_llama, data, output, **knobs))
 
 
 def test_batches_padded_on_the_right_store_what_single_documents_do(tmp_path, tiny_target):

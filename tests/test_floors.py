@@ -11,10 +11,11 @@ FLOORS = {
     1: {"spec", "codec", "mask", "optim", "commit"},
     2: {"conversations", "target", "drafter", "dataset", "direct"},
     3: {"shards", "checkpoint", "planning"},
-    4: {"packing", "contract"},
-    5: {"anchors"},
-    6: {"loss"},
-    7: {"step", "acceptance"},
+    4: {"shard_set"},
+    5: {"packing", "contract"},
+    6: {"anchors"},
+    7: {"loss"},
+    8: {"step", "acceptance"},
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 ONLY_IN = {

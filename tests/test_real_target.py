@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from dflash_offline.config import EvaluateConfig, ExtractConfig, TrainConfig
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.stages.evaluate import evaluate
 from dflash_offline.stages.extract import extract
 from dflash_offline.stages.train import train

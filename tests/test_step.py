@@ -5,7 +5,7 @@ import torch
 from stores import make_store
 from test_drafter import small_drafter, small_spec
 
-from dflash_offline.shards import ShardSet
+from dflash_offline.shard_set import ShardSet
 from dflash_offline.step import RowShape, load_batch, row_loss
 from dflash_offline.target import FrozenEnds
 

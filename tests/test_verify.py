@@ -9,19 +9,21 @@ from test_extract import config as extract_config
 from test_extract import documents_of, write_rows
 from test_shards import (
     FILES,
-    append,
     dataset,  # noqa: F401 (a fixture)
     flip_bit,
     make_dataset,
     make_document,
+    make_taps,
     small_files,  # noqa: F401
     write_shard,
     written_once,  # noqa: F401
 )
 
 from dflash_offline.cli.main import main
+from dflash_offline.codec import measure
 from dflash_offline.config import VerifyConfig
-from dflash_offline.shards import ShardSet, ShardWriter
+from dflash_offline.shard_set import ShardSet
+from dflash_offline.shards import ShardWriter
 from dflash_offline.stages.extract import extract
 from dflash_offline.stages.verify import verify
 
@@ -58,31 +60,34 @@ def test_each_damage_to_each_file_is_found_and_named(dataset, file, damage):  # 
     assert verdict.documents == 2  # the other shard's
 
 
-def write_bad(data, name, documents, change):
+def write_bad(data, name, document, change):
     """A shard whose files agree with their checksums, but whose content is wrong."""
+    taps = make_taps(document)
+    planes = data.codec.encode(taps)
+    facts = measure(taps, data.codec.decode(planes))
+    change(planes)
     with ShardWriter(data, name) as writer:
-        append(writer, data.codec, documents)
-        change(writer)
+        writer.append([document], planes, facts)
         writer.commit()
 
 
 def test_states_that_decode_to_nan_are_found(tmp_path):
     data = make_dataset(tmp_path / "data")
 
-    def poison(writer):
-        writer._buffers["scales"][5, 1] = 0x7FC0  # a NaN, and not the fill value
+    def poison(planes):
+        planes["scales"][5, 1] = 0x7FC0  # a NaN, and not the fill value
 
-    write_bad(data, "shard-000000", [make_document(0, 30)], poison)
+    write_bad(data, "shard-000000", make_document(0, 30), poison)
     assert "inf or NaN" in verify(data.path, CHECK).bad["shard-000000"]
 
 
 def test_places_that_were_never_written_are_found(tmp_path):
     data = make_dataset(tmp_path / "data")
 
-    def leave_out(writer):
-        writer._buffers["codes"][5, 1, 3] = -128
+    def leave_out(planes):
+        planes["codes"][5, 1, 3] = -128
 
-    write_bad(data, "shard-000000", [make_document(0, 30)], leave_out)
+    write_bad(data, "shard-000000", make_document(0, 30), leave_out)
     assert "codes holds fill values" in verify(data.path, CHECK).bad["shard-000000"]
 
 

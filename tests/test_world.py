@@ -1,9 +1,13 @@
 """Rank facts come from the environment, and a launcher that is misunderstood is refused."""
 
+import multiprocessing
+import os
+import socket
+
 import pytest
 import torch
 
-from dflash_offline.world import current_world
+from dflash_offline.world import current_world, join, leave
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +52,37 @@ def test_cuda_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="--device cuda"):
         current_world("cuda")
     assert current_world("auto").device.type == "cpu"
+
+
+def ask_the_first(rank, port, answers):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = str(port)
+    world = current_world("cpu")
+    join(world)
+
+    def fail():
+        raise FileNotFoundError(f"rank {rank} looked in vain")
+
+    found = world.from_first(lambda: (rank, torch.arange(3)))
+    try:
+        world.from_first(fail)
+    except FileNotFoundError as error:
+        answers.put((found[0], found[1].tolist(), str(error)))
+    leave(world)
+
+
+def test_what_rank_0_makes_or_fails_with_reaches_every_rank():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=ask_the_first, args=(r, port, answers)) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    assert [answers.get(timeout=120) for _ in ranks] == [
+        (0, [0, 1, 2], "rank 0 looked in vain")
+    ] * 2
+    for process in ranks:
+        process.join()
+        assert process.exitcode == 0
