@@ -33,13 +33,18 @@ def check_drafter(spec: DrafterSpec, shards: ShardSet) -> None:
         )
 
 
-def incomplete(shards: ShardSet) -> list[str]:
-    """A warning for each data set that holds fewer documents than were planned."""
-    return [
+def doubts(shards: ShardSet) -> list[str]:
+    """Warnings: data sets with fewer documents than were planned, or computed another way."""
+    unfinished = [
         f"warning: {path} holds {stored:,} of {planned:,} documents; extract is unfinished, or "
         "left out broken ones"
         for path, stored, planned in shards.coverage()
         if planned is not None and stored < planned
+    ]
+    return unfinished + [
+        f"warning: {path} was made with {field} = {value!r}, the first data set with {first!r}; "
+        "their states round differently"
+        for path, field, first, value in shards.other_rounding()
     ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from dflash_offline.spec import TargetSpec
 
 # Parts of a contract that give the states their meaning: data sets read together share them.
 _MEANING = ("target.content_hash", "target_layer_ids", "layer_convention", "loss_mask_rule")
+# Parts that only round the states another way.
+_ROUNDING = ("dtype", "kernels")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,19 @@ class ShardSet:
         for dataset, record in self._shards:
             stored[dataset.path] += record.documents
         return [(d.path, stored[d.path], d.contract.get("documents")) for d in self._datasets]
+
+    def other_rounding(self) -> list[tuple[Path, str, Any, Any]]:
+        """Data sets whose states were computed another way than the first one's.
+
+        Path, field of the contract, the first one's value and this one's.
+        """
+        first = self._datasets[0].contract
+        return [
+            (dataset.path, *difference)
+            for dataset in self._datasets[1:]
+            for difference in differences(first, dataset.contract)
+            if difference[0].startswith(_ROUNDING)
+        ]
 
     def data_hashes(self) -> set[str]:
         """sha256 of the files of conversations that the documents came from, as far as known."""

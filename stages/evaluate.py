@@ -21,7 +21,7 @@ from dflash_offline.contract import (
     check_drafter,
     check_mask_token,
     check_same_target,
-    incomplete,
+    doubts,
 )
 from dflash_offline.facts import read_json
 from dflash_offline.files import write_json
@@ -43,7 +43,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     dtype = getattr(torch, config.dtype)
     check_report_path(config.output)
     shards = ShardSet(config.shards)
-    for warning in incomplete(shards):
+    for warning in doubts(shards):
         say(warning)
     drafter = load_drafter(config.drafter, device=device, dtype=dtype)
     target = TargetSpec.read(config.target)

@@ -21,7 +21,7 @@ from dflash_offline.checkpoint import (
     save_checkpoint,
 )
 from dflash_offline.config import TrainConfig
-from dflash_offline.contract import check_mask_token, check_same_target, incomplete
+from dflash_offline.contract import check_mask_token, check_same_target, doubts
 from dflash_offline.drafter import Drafter
 from dflash_offline.files import write_json
 from dflash_offline.loss import BlockLoss
@@ -181,7 +181,7 @@ def describe(setup: Setup, mask_tokens_in_prompts: int) -> None:
     cut = int((shards.lengths > config.row_tokens).sum())
     if cut:
         say(f"warning: {cut:,} documents are longer than --row-tokens and are cut to it")
-    for warning in incomplete(shards) + incomplete(setup.heldout):
+    for warning in doubts(shards) + doubts(setup.heldout):
         say(warning)
     same_folder = {p.resolve() for p in config.shards} & {p.resolve() for p in config.eval_shards}
     if same_folder or shards.data_hashes() & setup.heldout.data_hashes():

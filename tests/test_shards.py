@@ -27,6 +27,7 @@ from dflash_offline import shards as shards_module
 from dflash_offline.codec import make_codec, measure
 from dflash_offline.commit import seal
 from dflash_offline.config import VerifyConfig
+from dflash_offline.contract import doubts
 from dflash_offline.dataset import Dataset
 from dflash_offline.facts import canonical_hash
 from dflash_offline.shard_set import ShardIndex, ShardSet
@@ -653,6 +654,19 @@ def test_folder_with_other_files_is_never_written_into(tmp_path):
     with pytest.raises(ValueError, match="holds other files and no data set"):
         make_dataset(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_data_sets_that_round_differently_are_read_together_and_told_of(tmp_path):
+    paths = []
+    for name, kernels in (("a", "sdpa"), ("b", "sdpa"), ("c", "flash_attention_2")):
+        changes = {"dtype": "bfloat16", "kernels": {"attention": kernels}}
+        data = make_dataset(tmp_path / name, codec="raw", **changes)
+        write_shard(data, "shard-000000", [make_document(0, 9)])
+        paths.append(data.path)
+    assert doubts(ShardSet(paths[:2])) == []
+    (warning,) = doubts(ShardSet(paths))
+    assert f"{paths[2]} was made with kernels.attention = 'flash_attention_2'" in warning
+    assert "the first data set with 'sdpa'" in warning
 
 
 def test_an_index_made_elsewhere_saves_the_look_at_every_shard(dataset, tmp_path, monkeypatch):
