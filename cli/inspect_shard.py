@@ -15,9 +15,14 @@ from dflash_offline.cli.options import build, options_from
 from dflash_offline.config import InspectConfig
 
 if TYPE_CHECKING:
-    from dflash_offline.stages.inspect import DocumentView, Inspection
+    from dflash_offline.stages.inspect import DocumentView, Histogram, Inspection
 
 _SHOWN_IDS = 24  # of a span without text: its first and last ids tell enough
+# A narrower terminal breaks these lines by itself; a table made narrower would hide its values.
+_NARROWEST = 80
+_SHOWN_BINS = 32
+_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_DIGITS = "12345678"  # where blocks cannot be printed
 
 
 @click.command("inspect-shard")
@@ -26,7 +31,9 @@ _SHOWN_IDS = 24  # of a span without text: its first and last ids tell enough
 def inspect_shard(path: Path, **knobs: Any) -> None:
     """Show what a shard (DATASET/shards/NAME) or a whole data set holds.
 
-    For a data set the counts are totals; taps and the document are those of its first shard.
+    For a data set the counts are totals and the codec's error is told over all shards; taps,
+    histogram and document are those of its first shard. Each column of the histogram is a power
+    of two; a row's fullest is full, and a blank one holds no value.
     """
     config = build(InspectConfig, knobs)
     from dflash_offline.stages.inspect import inspect
@@ -35,9 +42,12 @@ def inspect_shard(path: Path, **knobs: Any) -> None:
     if config.json:
         click.echo(json.dumps(asdict(found)))
         return
-    console = Console()
-    for part in (_facts(found), _contract(found), _taps(found), _document(found.document)):
-        console.print(part)
+    console = Console(width=max(Console().width, _NARROWEST))
+    marks = _DIGITS if console.options.ascii_only else _BLOCKS
+    console.print(_facts(found), _contract(found), _taps(found))
+    if found.shards > 1:
+        console.print(_all_taps(found))
+    console.print(_histogram(found, marks), _document(found.document))
 
 
 def _facts(found: "Inspection") -> Table:
@@ -82,15 +92,66 @@ def _leaves(value: Any, field: str) -> Iterator[tuple[str, Any]]:
 
 def _taps(found: "Inspection") -> Table:
     table = Table(title=f"\ntaps of {found.shard}", title_justify="left")
-    for name in ("layer", "mean", "std", "max |x|", "error p50", "error p99"):
+    for name in ("tap", "mean", "std", "max |x|", "error p50", "error p99"):
         table.add_column(name, justify="right")
-    for layer, tap in zip(found.contract["target_layer_ids"], found.taps, strict=True):
+    for name, tap in zip(found.tap_names, found.taps, strict=True):
         table.add_row(
-            str(layer),
+            name,
             *(f"{tap[key]:.4g}" for key in ("mean", "std", "max_abs")),
             *(f"{tap[key]:.3%}" for key in ("relative_l2_p50", "relative_l2_p99")),
         )
     return table
+
+
+def _all_taps(found: "Inspection") -> Table:
+    worst = max(found.all_taps, key=lambda tap: tap.p99_max)
+    table = Table(
+        title=f"\ntaps of all {found.shards:,} shards",
+        title_justify="left",
+        caption=f"The largest error p99, {worst.p99_max:.3%}, is in {worst.worst_shard}.",
+        caption_justify="left",
+    )
+    errors = [f"error {q}\n{of}" for q in ("p50", "p99") for of in ("median", "largest")]
+    for name in ("tap", "max |x|", *errors):
+        table.add_column(name, justify="right")
+    for name, tap in zip(found.tap_names, found.all_taps, strict=True):
+        values = (tap.p50_median, tap.p50_max, tap.p99_median, tap.p99_max)
+        table.add_row(name, f"{tap.max_abs:.4g}", *(f"{value:.3%}" for value in values))
+    return table
+
+
+def _histogram(found: "Inspection", marks: str) -> Table:
+    seen = found.histogram
+    axis, drawn = _drawn(seen)
+    caption = f"histogram over {seen.tokens:,} of {seen.shard_tokens:,} tokens"
+    table = Table(
+        title=f"\n|x| of {found.shard}",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        min_width=len(caption),
+    )
+    table.add_column("tap", justify="right")
+    table.add_column("zeros", justify="right")
+    table.add_column(axis, no_wrap=True)
+    for name, zeros, counts in zip(found.tap_names, seen.zeros, drawn, strict=True):
+        table.add_row(name, f"{zeros:,}", _bars(counts, marks))
+    return table
+
+
+def _drawn(seen: "Histogram") -> tuple[str, list[list[int]]]:
+    """An axis and counts of the highest bins; what is smaller is added to the first of them."""
+    lower = max(0, len(seen.exponents) - _SHOWN_BINS)
+    drawn = [[sum(counts[: lower + 1]), *counts[lower + 1 :]] for counts in seen.counts]
+    first, last = seen.exponents[lower], seen.exponents[-1]
+    left = f"<2^{first + 1}" if lower else f"2^{first}"
+    right = f"2^{last + 1}"
+    return left + right.rjust(max(len(drawn[0]) - len(left), len(right) + 1)), drawn
+
+
+def _bars(counts: list[int], marks: str) -> str:
+    top = max(counts)
+    return "".join(marks[-(-n * len(marks) // top) - 1] if n else " " for n in counts)
 
 
 def _document(view: "DocumentView") -> Text:

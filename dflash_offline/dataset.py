@@ -112,7 +112,9 @@ class Dataset:
     def tap_names(self) -> list[str]:
         """What is stored of each token, in words."""
         names = [f"layer {i}" for i in self.contract["target_layer_ids"]]
-        return [*names, "the final hidden state"] if self.final_codec else names
+        if self.final_codec:
+            names.append(f"final, {self.contract['final_hidden']}")
+        return names
 
     @staticmethod
     def exists(path: Path) -> bool:

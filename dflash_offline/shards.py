@@ -414,3 +414,10 @@ class ShardReader:
             )
         names = self.final_codec.arrays()
         return {name: self._read(FINAL_PREFIX + name, start, stop) for name in names}
+
+    def states(self, start: int, stop: int) -> Tensor:
+        """bf16 [N, L, D]: all states of tokens start..stop-1, the final one last if it is here."""
+        taps_NLD = self.codec.decode(self.planes(start, stop))
+        if self.final_codec is None:
+            return taps_NLD
+        return torch.cat([taps_NLD, self.final_codec.decode(self.final_planes(start, stop))], 1)

@@ -17,13 +17,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dflash_offline.cli.extract import extract as command
-from dflash_offline.config import ExtractConfig, VerifyConfig
+from dflash_offline.config import ExtractConfig, InspectConfig, VerifyConfig
 from dflash_offline.conversations import Document
 from dflash_offline.dataset import Dataset
 from dflash_offline.planning import cut_batches, draw_sample, plan_shards
 from dflash_offline.shard_set import ShardSet
 from dflash_offline.stages import extract as stage
 from dflash_offline.stages.extract import extract
+from dflash_offline.stages.inspect import inspect
 from dflash_offline.stages.verify import verify
 from dflash_offline.step import RowShape, load_batch
 
@@ -193,6 +194,9 @@ def test_final_hidden_state_is_stored_beside_the_taps(tmp_path, tiny_target, nor
             assert (error <= 0.02 * expected.float().norm(dim=-1)).all()
         assert torch.equal(shards.taps(i), taps.bfloat16())
     assert verify(output, VerifyConfig()).bad == {}
+    found = inspect(output, InspectConfig())
+    assert found.tap_names[-1] == f"final, {norm}"
+    assert len(found.taps) == len(found.histogram.counts) == len(shards.target_layer_ids) + 1
 
 
 def final_states(folder, ids_1T, layer_ids):

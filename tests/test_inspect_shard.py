@@ -1,19 +1,24 @@
 """`inspect-shard`: what it prints is what was written."""
 
 import json
+import math
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from test_shards import Document, append, make_dataset, make_document, make_taps
+from test_shards import Document, append, flip_bit, make_dataset, make_document, make_taps
 
 from dflash_offline.cli.inspect_shard import inspect_shard
+from dflash_offline.codec import measure
 from dflash_offline.shards import ShardWriter
 from dflash_offline.spec import TargetSpec
+from dflash_offline.stages import inspect as stage
 
 
-def run(*args):
-    return CliRunner().invoke(inspect_shard, [str(arg) for arg in args])
+def run(*args, **runner):
+    return CliRunner(**runner).invoke(inspect_shard, [str(arg) for arg in args])
 
 
 def facts(*args):
@@ -75,6 +80,127 @@ def test_bytes_are_those_on_the_disk(data):
     assert found["bytes_per_token"] == pytest.approx(size / 165)
     assert found["payload_bytes_per_token"] == pytest.approx(states / 165)
     assert found["ratio_to_bf16"] == pytest.approx(165 * 3 * 64 * 2 / size)
+
+
+def write_states(path, taps_NLD):
+    """A data set of one document with these bf16 states, as they are."""
+    data = make_dataset(path, codec="raw")
+    with ShardWriter(data, "shard-000000") as writer:
+        planes = data.codec.encode(taps_NLD)
+        facts = measure(taps_NLD, taps_NLD)
+        writer.append([make_document(0, len(taps_NLD))], planes, facts)
+        writer.commit()
+    return data
+
+
+def one_token(*parts):
+    """Taps [1, 3, 64]: every layer holds `count` times each value, and zeros."""
+    values = torch.cat([torch.full((count,), value) for count, value in parts])
+    state_D = torch.nn.functional.pad(values, (0, 64 - len(values)))
+    return state_D.expand(1, 3, 64).bfloat16()
+
+
+def test_histogram_counts_every_value_by_its_exponent(tmp_path):
+    edges = [1.0, 0.99609375, 1.9921875, 2.0, -2.0, 0.1, -300.0, 0.0, -0.0]
+    extremes = [2.0**-133, -(2.0**-126), 2.0**-127, 1.5 * 2.0**127]
+    g = torch.Generator().manual_seed(0)
+    taps_NLD = torch.tensor(edges)[torch.randint(len(edges), (301, 3, 64), generator=g)]
+    taps_NLD[7, 1, :4] = torch.tensor(extremes)
+    seen = facts(write_states(tmp_path / "data", taps_NLD.bfloat16()).path)["histogram"]
+    assert (seen["tokens"], seen["shard_tokens"]) == (301, 301)
+    assert seen["exponents"] == list(range(-133, 128))
+    for layer, (zeros, counts) in enumerate(zip(seen["zeros"], seen["counts"], strict=True)):
+        values = taps_NLD[:, layer].flatten().tolist()
+        found = dict(zip(seen["exponents"], counts, strict=True))
+        assert zeros == values.count(0.0)
+        assert {e: n for e, n in found.items() if n} == Counter(
+            math.frexp(value)[1] - 1 for value in values if value
+        )
+
+
+def test_histogram_reads_whole_chunks_spread_over_a_long_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "_HISTOGRAM_TOKENS", 500)  # three chunks of 128, of eight
+    chunk_N = torch.arange(1000) // 128
+    data = write_states(
+        tmp_path / "data", (2.0**chunk_N)[:, None, None].expand(-1, 3, 64).bfloat16()
+    )
+    flip_bit(data.shard_path("shard-000000") / "bits/c/0/0/0", 128 * 3 * 64 * 2 + 50)  # chunk 1
+    seen = facts(data.path)["histogram"]
+    assert (seen["tokens"], seen["shard_tokens"]) == (384, 1000)
+    assert seen["exponents"] == [0, 1, 2, 3, 4, 5]
+    assert seen["counts"] == [[8192, 0, 8192, 0, 0, 8192]] * 3
+    assert "histogram over 384 of 1,000 tokens" in run(data.path).stdout
+
+
+def test_histogram_of_zeros_alone_has_nothing_in_its_bins(tmp_path):
+    data = write_states(tmp_path / "data", torch.zeros(5, 3, 64, dtype=torch.bfloat16))
+    seen = facts(data.path)["histogram"]
+    assert seen["zeros"] == [5 * 64] * 3
+    assert not any(map(sum, seen["counts"]))
+    assert run(data.path).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "charset, bars", [("utf-8", "\u2584 \u2588\u2584"), ("ascii", "4 84")], ids=["utf-8", "ascii"]
+)
+def test_bars_are_as_high_as_the_counts(tmp_path, charset, bars):
+    taps_NLD = one_token((32, -1.0), (16, 2.0), (15, 0.25))  # and one zero
+    result = run(write_states(tmp_path / "data", taps_NLD).path, charset=charset)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if bars in line]
+    assert [line[1:-1].split()[:4] for line in lines] == [
+        ["layer", i, lines[0][0], "1"] for i in "135"
+    ]
+    assert "2^-2 2^2" in result.stdout
+
+
+def test_values_far_below_the_largest_share_the_first_bar(tmp_path):
+    taps_NLD = one_token((32, 1.0), (4, 2.0**-100), (5, 2.0**-31), (1, -(2.0**-29)))
+    shown = run(write_states(tmp_path / "data", taps_NLD).path).stdout
+    assert "\u2583 \u2581" + 28 * " " + "\u2588" in shown  # nine of 32 are 2.25 eighths
+    assert "<2^-30" + 23 * " " + "2^1" in shown
+
+
+def test_error_is_told_over_all_shards(tmp_path):
+    data = make_dataset(tmp_path / "data")  # int8
+    exact = {"shard-000000": [5, 9], "shard-000001": [33, 130, 2], "shard-000002": [3]}
+    p50, p99, top = [], [], []
+    for name, sizes in exact.items():
+        documents = [make_document(tokens, tokens) for tokens in sizes]
+        with ShardWriter(data, name) as writer:
+            append(writer, data.codec, documents)
+            writer.commit()
+        taps_NLD = torch.cat([make_taps(document) for document in documents])
+        error_NLD = (data.codec.decode(data.codec.encode(taps_NLD)) - taps_NLD.double()).numpy()
+        taps_NLD = taps_NLD.double().numpy()
+        error_NL = np.linalg.norm(error_NLD, axis=2) / np.linalg.norm(taps_NLD, axis=2)
+        p50.append(np.quantile(error_NL, 0.5, axis=0))
+        p99.append(np.quantile(error_NL, 0.99, axis=0))
+        top.append(np.abs(taps_NLD).max((0, 2)))
+    expected = {
+        "max_abs": np.max(top, 0),
+        "p50_median": np.median(p50, 0),
+        "p50_max": np.max(p50, 0),
+        "p99_median": np.median(p99, 0),
+        "p99_max": np.max(p99, 0),
+    }
+    found = facts(data.path)["all_taps"]
+    for key, values in expected.items():
+        assert [tap[key] for tap in found] == pytest.approx(values.tolist(), rel=1e-4), key
+    worst = [list(exact)[i] for i in np.argmax(p99, 0)]
+    assert [tap["worst_shard"] for tap in found] == worst
+    assert set(worst) != {"shard-000000"}, "the first shard alone would not do"
+    shown = run(data.path).stdout
+    name = worst[np.argmax(np.max(p99, 0))]
+    assert f"The largest error p99, {np.max(p99):.3%}, is in {name}." in shown
+    assert "taps of all" not in run(data.shard_path("shard-000001")).stdout
+
+
+def test_narrow_terminal_hides_no_value(data):
+    shown = run(data.path, env={"COLUMNS": "20"}).stdout
+    size = facts(data.path)["bytes"]
+    for text in (f"{size:,}", "name raw, layers 3, width 64", "c0ffee", "error p99"):
+        assert text in shown
 
 
 def test_document_is_cut_where_supervision_changes(data):
