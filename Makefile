@@ -8,7 +8,7 @@ DEMO_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test faults lint gpu-test clean
 
 $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,9 @@ demo: demo/target/config.json
 
 test: demo/target/config.json
 	$(BIN)/python -m pytest
+
+faults: $(STAMP)
+	$(BIN)/python -m pytest tests/faults
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -m gpu tests/gpu
