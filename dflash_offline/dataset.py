@@ -44,7 +44,8 @@ from dflash_offline.commit import (
     parse_commit,
     read_manifest_line,
 )
-from dflash_offline.facts import canonical_hash, read_json
+from dflash_offline.config import WIDEST
+from dflash_offline.facts import canonical_hash, read_json, read_small
 from dflash_offline.files import sync, write_whole
 from dflash_offline.spec import TargetSpec
 
@@ -55,6 +56,9 @@ FINAL_PREFIX = "final_"  # of the names of the final hidden state's planes and t
 _NOT_COMPARED = ("target.name", "kernels")
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]+")
 _LOCK = re.compile(r"rank-(\d+)\.lock")
+_LARGEST_MANIFEST = 1 << 30
+_LARGEST_CALIBRATION = 1 << 34
+_MOST_LAYERS = 4096
 _RESTORE = "restore it, or extract into another folder"
 # The locks of this process, by device and inode. Nothing closes them before the process ends.
 _HELD: dict[tuple[int, int], int] = {}
@@ -188,7 +192,10 @@ class Dataset:
         """ValueError if `name` cannot be a new shard's."""
         check_name(name, "the plan")
         if os.path.lexists(self.shard_path(name)):
-            raise ValueError(f"{self.shard_path(name)} exists already; resume before writing")
+            raise ValueError(
+                f"{self.shard_path(name)} exists already: another extract with another number of "
+                "processes writes here; stop it and run the same command again"
+            )
 
     def committed(self) -> dict[str, ShardRecord]:
         """The shards that the manifests name, in the order of their names.
@@ -196,8 +203,9 @@ class Dataset:
         A last line without its end is being written or was cut by a crash: not yet a commit.
         """
         records: dict[str, ShardRecord] = {}
-        for manifest in sorted((self.path / "manifest").glob("rank-*.jsonl")):
-            for number, line in enumerate(manifest.read_bytes().split(b"\n")[:-1], 1):
+        for manifest in self._manifests():
+            content = read_small(manifest, _LARGEST_MANIFEST)
+            for number, line in enumerate(content.split(b"\n")[:-1], 1):
                 where = f"{manifest} line {number}"
                 record = read_manifest_line(line, where)
                 if records.setdefault(record.name, record) != record:
@@ -206,6 +214,13 @@ class Dataset:
                         "delete both lines and run extract again"
                     )
         return dict(sorted(records.items()))
+
+    def _manifests(self) -> list[Path]:
+        """None of them a link, through which another file would be read and written."""
+        manifests = sorted((self.path / "manifest").glob("rank-*.jsonl"))
+        for manifest in manifests:
+            _refuse_link(manifest)
+        return manifests
 
     def resume(self, names: Sequence[str], *, rank: int = 0, size: int = 1) -> Resumption:
         """Clean up after an earlier run, and say which of this rank's shards are missing.
@@ -241,7 +256,7 @@ class Dataset:
         folder = self.shard_path(name)
         _refuse_no_folder(folder)
         try:
-            content = (folder / "COMMIT.json").read_bytes()
+            content = read_small(folder / "COMMIT.json", _LARGEST_MANIFEST)
             commit = parse_commit(folder, content)
             counts = {key: commit[key] for key in ("documents", "tokens", "supervised")}
             record = ShardRecord(name, **counts, commit_crc32c=google_crc32c.value(content))
@@ -267,6 +282,7 @@ class Dataset:
     def _name_in_manifest(self, record: ShardRecord, rank: int) -> None:
         """The commit. A line that a crash cut short is dropped first: it never counted."""
         manifest = self.path / "manifest" / f"rank-{rank:02}.jsonl"
+        _refuse_link(manifest)
         manifest.touch()
         with manifest.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -282,8 +298,9 @@ class Dataset:
         Its manifest lines go first: from then on no reader trusts it. The folder, if there is one,
         is kept for a look under bad/.
         """
-        for manifest in sorted((self.path / "manifest").glob("rank-*.jsonl")):
-            lines = manifest.read_bytes().splitlines(keepends=True)
+        _refuse_link(self.path / "bad")
+        for manifest in self._manifests():
+            lines = read_small(manifest, _LARGEST_MANIFEST).splitlines(keepends=True)
             kept = [line for line in lines if _line_shard(line) != name]
             if len(kept) < len(lines):
                 write_whole(manifest, b"".join(kept))
@@ -335,7 +352,8 @@ def _prepare_folder(path: Path) -> None:
 def _lock(path: Path, rank: int) -> None:
     """Write as `rank` until this process ends, however it ends; ValueError if another one does."""
     file = path / "manifest" / f"rank-{rank:02}.lock"
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    _refuse_link(file)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     key = (os.fstat(descriptor).st_dev, os.fstat(descriptor).st_ino)
     try:
         if key not in _HELD:
@@ -354,6 +372,11 @@ def _of_rank(folder: Path, pattern: re.Pattern[str], rank: int, size: int) -> di
     matches = {entry: pattern.fullmatch(entry.name) for entry in sorted(folder.iterdir())}
     ranks = {entry: int(match[1]) for entry, match in matches.items() if match}
     return {entry: k for entry, k in ranks.items() if k % size == rank}
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and what it points to would be written; remove it")
 
 
 def _refuse_no_folder(path: Path) -> None:
@@ -481,7 +504,7 @@ def _read_calibration(path: Path, stored: str | None) -> dict[str, torch.Tensor]
     file = path / "calibration.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing, and no shard can be decoded without it")
-    content = file.read_bytes()
+    content = read_small(file, _LARGEST_CALIBRATION)
     if sha256(content).hexdigest() != stored:
         raise ValueError(f"{file} is not the one that dataset.json names; restore it")
     try:
@@ -492,7 +515,8 @@ def _read_calibration(path: Path, stored: str | None) -> dict[str, torch.Tensor]
 
 def _is_usable(codec: Codec) -> bool:
     """Whether the codec has sizes and scales that decode something."""
-    if not all(is_count(size) and size for size in (codec.layers, codec.width)):
+    sizes = ((codec.layers, _MOST_LAYERS), (codec.width, WIDEST))
+    if not all(is_count(size) and 0 < size <= most for size, most in sizes):
         return False
     if not isinstance(codec, Int8Codec):
         return True

@@ -3,12 +3,15 @@
 A plane's file is a zarr v3 shard: inner chunks, each its rows' bytes (through zstd, where that
 pays) and a crc32c, and at the end an index of (offset, bytes) per chunk with a crc32c of its own
 (zarr's sharding-indexed codec). A write makes the very bytes that zarr would, as rows come, and
-holds at most one chunk in memory. A read goes from the file into the result with no copy between,
-and every chunk is checked; chunks of zstd are left to zarr. Both ways are tested to agree.
+holds at most one chunk in memory. A read goes from the file into the result with no copy between
+(or is inflated into it), and every chunk is checked. Both ways are tested to agree with zarr.
 """
 
+import base64
+import math
 import os
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,16 +36,42 @@ class PlaneFiles:
     chunk_rows: int
     file_rows: int
     fill: int
+    zstd_level: int | None = None
+    """Chunks go through zstd if this is not None; reading takes any level."""
 
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Rows start..stop-1. ValueError names the file whose checksum or index is wrong."""
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a chunk that is not compressed."""
+        return self.chunk_rows * math.prod(self.row_shape) * self.dtype.itemsize
+
+    def size_bounds(self, rows: int) -> dict[Path, tuple[int, int]]:
+        """Fewest and most bytes that each file of a plane of `rows` rows may have."""
+        bounds = {}
+        for file in range(-(-rows // self.file_rows)):
+            chunks = -(-min(rows - file * self.file_rows, self.file_rows) // self.chunk_rows)
+            index = 16 * (self.file_rows // self.chunk_rows) + CRC_BYTES
+            most = index + chunks * (self.chunk_bytes + CRC_BYTES)
+            # What zstd cannot shrink it makes longer by less than 1 % and some bytes.
+            packed = index, most + most // 64 + 64 * chunks
+            bounds[self.path(file)] = (most, most) if self.zstd_level is None else packed
+        return bounds
+
+    def read(
+        self, start: int, stop: int, known: Callable[[Path], NDArray[Any] | None] = lambda _: None
+    ) -> NDArray[Any]:
+        """Rows start..stop-1. ValueError names the file whose checksum or index is wrong.
+
+        `known` gives the crc32c of each chunk of a file, where they are known from elsewhere: a
+        chunk that is sound in itself may be another shard's.
+        """
         first, last = start // self.chunk_rows, -(-stop // self.chunk_rows)
         whole = np.empty(((last - first) * self.chunk_rows, *self.row_shape), self.dtype)
         chunks = whole.reshape(last - first, -1).view(np.uint8)
         per_file = self.file_rows // self.chunk_rows
         for file in range(first // per_file, -(-last // per_file)):
             low, high = max(first, file * per_file), min(last, (file + 1) * per_file)
-            self._read_file(file, low - file * per_file, chunks[low - first : high - first])
+            own = slice(low - file * per_file, high - file * per_file)
+            self._read_file(file, own, chunks[low - first : high - first], known)
         offset = first * self.chunk_rows
         return whole[start - offset : stop - offset]
 
@@ -50,20 +79,39 @@ class PlaneFiles:
         """Where zarr looks for file number `file`."""
         return self.folder.joinpath("c", str(file), *["0"] * len(self.row_shape))
 
-    def _read_file(self, file: int, first_chunk: int, chunks: NDArray[Any]) -> None:
+    def _read_file(
+        self,
+        file: int,
+        own: slice,
+        chunks: NDArray[Any],
+        known: Callable[[Path], NDArray[Any] | None],
+    ) -> None:
+        """Chunks number own.start to own.stop - 1 of a file."""
         path = self.path(file)
+        crcs = known(path)
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            index = self._index(descriptor, path)[first_chunk : first_chunk + len(chunks)]
-            for chunk, (offset, size) in zip(chunks, index.tolist(), strict=True):
-                if offset == _ABSENT:
-                    chunk.view(self.dtype)[:] = self.fill
-                elif size != chunk.nbytes + CRC_BYTES:
-                    raise ValueError(f"{path}: the index gives a chunk {size} bytes")
-                else:
-                    _read_checked(descriptor, offset, chunk, path)
+            index = self._index(descriptor, path)[own].tolist()
+            expected = [None] * len(index) if crcs is None else crcs[own].tolist()
+            for chunk, (offset, size), crc in zip(chunks, index, expected, strict=True):
+                found = self._read_chunk(descriptor, offset, size, chunk, path)
+                if crc is not None and found != crc:
+                    raise ValueError(f"{path}: a chunk is not the one that was committed")
         finally:
             os.close(descriptor)
+
+    def _read_chunk(
+        self, descriptor: int, offset: int, size: int, chunk: NDArray[Any], path: Path
+    ) -> int:
+        """Fill `chunk`; the crc32c of what lies in the file."""
+        if offset == _ABSENT:
+            chunk.view(self.dtype)[:] = self.fill
+            return 0
+        if self.zstd_level is not None:
+            return _inflate(descriptor, offset, size - CRC_BYTES, chunk, path)
+        if size != chunk.nbytes + CRC_BYTES:
+            raise ValueError(f"{path}: the index gives a chunk {size} bytes")
+        return _read_checked(descriptor, offset, chunk, path)
 
     def _index(self, descriptor: int, path: Path) -> NDArray[Any]:
         index = np.empty((self.file_rows // self.chunk_rows, 2), "<u8")
@@ -74,36 +122,63 @@ class PlaneFiles:
         return index
 
 
-def _read_checked(descriptor: int, offset: int, into: NDArray[Any], path: Path) -> None:
-    """Fill `into` from the file and compare it with the crc32c that follows it there."""
+def _read_checked(descriptor: int, offset: int, into: NDArray[Any], path: Path) -> int:
+    """Fill `into` from the file and compare it with the crc32c that follows it there; the crc."""
     stored = bytearray(CRC_BYTES)
     done = os.preadv(descriptor, [into.data, stored], offset)
     if done != into.nbytes + CRC_BYTES:
         raise ValueError(f"{path} ends in the middle of a chunk")
-    if google_crc32c.value(into) != int.from_bytes(stored, "little"):
+    crc = int(google_crc32c.value(into))
+    if crc != int.from_bytes(stored, "little"):
         raise ValueError(f"{path}: the stored and computed checksum do not match")
+    return crc
+
+
+def _inflate(descriptor: int, offset: int, size: int, into: NDArray[Any], path: Path) -> int:
+    """The same for a chunk that zstd shrank to `size` bytes."""
+    if not 0 < size <= 2 * into.nbytes + 1024:
+        raise ValueError(f"{path}: the index gives a chunk {size} bytes")
+    packed = np.empty(size, np.uint8)
+    crc = _read_checked(descriptor, offset, packed, path)
+    if _content_size(packed.tobytes()[:14]) != into.nbytes:
+        raise ValueError(f"{path}: a chunk does not say that it inflates to {into.nbytes} bytes")
+    try:
+        Zstd().decode(packed, out=into)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path}: a chunk cannot be inflated ({error})") from None
+    return crc
+
+
+def _content_size(header: bytes) -> int | None:
+    """Bytes that a zstd frame says it inflates to (RFC 8878, 3.1.1.1); None if it does not."""
+    if len(header) < 14 or header[:4] != b"\x28\xb5\x2f\xfd":
+        return None
+    descriptor = header[4]
+    is_single_segment = descriptor >> 5 & 1
+    start = 5 + (not is_single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    length = (is_single_segment, 2, 4, 8)[descriptor >> 6]
+    size = int.from_bytes(header[start : start + length], "little")
+    return (size + 256 if length == 2 else size) if length else None
 
 
 class PlaneWriter:
     """Writes the rows of one plane, in order, file after file.
 
-    `on_file` is told of each file that is complete, with its bytes and crc32c. Nothing is on the
+    `on_file` is told of each file that is complete, with its bytes, crc32 and `pack_crcs` of its
+    chunks. Nothing is on the
     disk for certain before someone syncs it.
     """
 
     def __init__(
-        self,
-        files: PlaneFiles,
-        *,
-        zstd_level: int | None,
-        on_file: Callable[[Path, dict[str, int]], None],
+        self, files: PlaneFiles, *, on_file: Callable[[Path, dict[str, Any]], None]
     ) -> None:
         self._files = files
         self._on_file = on_file
-        self._zstd = None if zstd_level is None else Zstd(level=zstd_level)
+        self._zstd = None if files.zstd_level is None else Zstd(level=files.zstd_level)
         self._chunk = np.empty((files.chunk_rows, *files.row_shape), files.dtype)
         self._file: _CheckedFile | None = None
         self._index = self._empty_index()
+        self._crcs: list[int] = []  # of the chunks of the open file
         self.rows = 0  # so far, those that wait in `_chunk` included
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -142,41 +217,55 @@ class PlaneWriter:
             content = np.frombuffer(self._zstd.encode(content), np.uint8)
         chunk = row // self._files.chunk_rows
         self._index[chunk] = self._file.size, len(content) + CRC_BYTES
-        self._file.write(content)
+        self._crcs.append(self._file.write(content))
         if chunk == len(self._index) - 1:
             self._end_file()
 
     def _end_file(self) -> None:
         assert self._file
         self._file.write(_bytes_of(self._index))
-        done, self._file, self._index = self._file, None, self._empty_index()
-        self._on_file(done.path, done.close())
+        facts = {**self._file.close(), "chunk_crc32c": pack_crcs(self._crcs)}
+        path, self._file, self._index = self._file.path, None, self._empty_index()
+        self._crcs = []
+        self._on_file(path, facts)
 
     def _empty_index(self) -> NDArray[Any]:
         return np.full((self._files.file_rows // self._files.chunk_rows, 2), _ABSENT, "<u8")
 
 
 class _CheckedFile:
-    """A file of pieces, each with its crc32c; keeps count of its size and of its own crc32c."""
+    """A file of pieces, each with its crc32c; keeps count of its size and of its own crc32."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.size = path, 0
         self._file = path.open("wb")
-        self._crc32c = google_crc32c.Checksum()
+        self._crc32 = 0
 
-    def write(self, content: NDArray[np.uint8]) -> None:
-        stored = google_crc32c.value(content).to_bytes(CRC_BYTES, "little")
-        self._file.write(content.data)
-        self._file.write(stored)
-        self._crc32c.update(content)
-        self._crc32c.update(stored)
+    def write(self, content: NDArray[np.uint8]) -> int:
+        """Add a piece; its crc32c."""
+        crc = int(google_crc32c.value(content))
+        stored = crc.to_bytes(CRC_BYTES, "little")
+        for piece in (content.data, stored):
+            self._file.write(piece)
+            self._crc32 = zlib.crc32(piece, self._crc32)
         self.size += len(content) + CRC_BYTES
+        return crc
 
     def close(self) -> dict[str, int]:
-        """Bytes and crc32c of the whole, as COMMIT.json has them."""
+        """Bytes and crc32 of the whole, as COMMIT.json has them."""
         self._file.close()
-        return {"bytes": self.size, "crc32c": int.from_bytes(self._crc32c.digest(), "big")}
+        return {"bytes": self.size, "crc32": self._crc32}
+
+
+def pack_crcs(crcs: Sequence[int]) -> str:
+    """crc32c of chunks as text: base64 of uint32, 6 characters each instead of 12 in JSON."""
+    return base64.b64encode(np.array(crcs, "<u4").tobytes()).decode()
+
+
+def unpack_crcs(text: str) -> NDArray[Any]:
+    """ValueError if it is none that `pack_crcs` made."""
+    return np.frombuffer(base64.b64decode(text, validate=True), "<u4")
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:

@@ -13,6 +13,7 @@ from typing import Any
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _SHOWN_VALUE, _SHOWN_REASON = 80, 240
+_LARGEST_JSON = 1 << 28
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _SHOWN_VALUE
 REQUIRED: Any = object()
@@ -55,11 +56,20 @@ def check_file(path: Path, what: str = "") -> None:
         raise ValueError(f"{named} is not a regular file")
 
 
+def read_small(path: Path, most: int) -> bytes:
+    """All of a file that has at most `most` bytes: a sparse one may claim more than memory has."""
+    check_file(path)
+    size = path.stat().st_size
+    if size > most:
+        raise ValueError(f"{path} has {size:,} bytes; a sound one has at most {most:,}")
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError that names the file and the place."""
-    check_file(path)
+    content = read_small(path, _LARGEST_JSON)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

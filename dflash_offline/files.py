@@ -1,11 +1,13 @@
 """Files and folders that appear whole or not at all, and stay after a power loss."""
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """A full disk or a spent quota becomes one sentence with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"the disk is full under {path}; free space and run the same command again, which "
+            "goes on where it stopped"
+        ) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -7,9 +7,10 @@ and, per tap, mean, std, max |x| and the error measured on what was written.
 Where the data set keeps the target's last hidden state too, its planes stand beside the others
 under names that start with final_.
 
-Every chunk ends in a crc32c that each read checks; a lost file, which zarr would read as fill
-values, is caught by its size. Opening a shard takes the bytes of COMMIT.json and of three small
-arrays; zarr comes in where planes are read. A writer holds one chunk of each plane in memory.
+Every chunk ends in a crc32c, which each read checks and compares with the one in COMMIT.json; a
+lost file, which zarr would read as fill values, is caught by its size. Opening a shard takes
+COMMIT.json and three small arrays; zarr comes in where planes are read. A writer holds one chunk
+of each plane in memory.
 
 Only this file imports zarr. N tokens, L tapped layers, D hidden.
 """
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 import zarr
+from numpy.typing import NDArray
 from torch import Tensor
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
@@ -41,7 +43,7 @@ from dflash_offline.commit import (
     seal,
 )
 from dflash_offline.dataset import FINAL_PREFIX, SCHEMA_VERSION, Dataset
-from dflash_offline.direct import CRC_BYTES, PlaneFiles, PlaneWriter
+from dflash_offline.direct import CRC_BYTES, PlaneFiles, PlaneWriter, unpack_crcs
 from dflash_offline.files import sync
 
 if TYPE_CHECKING:  # its tokenizers take seconds to import
@@ -50,6 +52,9 @@ if TYPE_CHECKING:  # its tokenizers take seconds to import
 _ZSTD_LEVEL = 1  # the exponents' entropy is reached at once; higher levels only take time
 CHUNK_TOKENS = 128  # a read fetches at most one chunk too much at either end of a document
 ZARR_SHARD_TOKENS = 16_384  # tokens in one file
+_LARGEST_METADATA = 1 << 20
+# Of what is measured per tap, and kept in the attributes.
+_STATISTICS = ("mean", "std", "max_abs", "relative_l2_p50", "relative_l2_p99")
 _MOST_ROWS = 1 << 20  # that a reader believes to be in one file: it makes room for them
 # What zarr raises about metadata that no writer of this store makes.
 _NOT_ZARR = (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError)
@@ -86,6 +91,18 @@ def _narrow_chunk(rows: int) -> int:
     return max(1, min(rows, 1 << 16))
 
 
+def _plane_files(folder: Path, spec: ArraySpec, chunk_rows: int, file_rows: int) -> PlaneFiles:
+    return PlaneFiles(
+        folder,
+        spec.shape_per_token,
+        np.dtype(spec.dtype),
+        chunk_rows,
+        file_rows,
+        spec.fill,
+        _ZSTD_LEVEL if spec.compressed else None,
+    )
+
+
 def _files_of_rows(name: str, array: Any, start: int, stop: int) -> Iterator[str]:
     """The files, as paths in the shard, that hold rows start..stop-1 of an array."""
     step = (array.shards or array.chunks)[0]
@@ -118,15 +135,7 @@ class ShardWriter:
         self._group = zarr.create_group(self._folder, zarr_format=3)
         self._planes = {
             plane: PlaneWriter(
-                PlaneFiles(
-                    self._folder / plane,
-                    spec.shape_per_token,
-                    np.dtype(spec.dtype),
-                    CHUNK_TOKENS,
-                    ZARR_SHARD_TOKENS,
-                    spec.fill,
-                ),
-                zstd_level=_ZSTD_LEVEL if spec.compressed else None,
+                _plane_files(self._folder / plane, spec, CHUNK_TOKENS, ZARR_SHARD_TOKENS),
                 on_file=self._force_to_disk,
             )
             for plane, spec in dataset.plane_specs.items()
@@ -169,7 +178,7 @@ class ShardWriter:
         self._documents += documents
         self._facts_NL4.append(facts_NL4)
 
-    def _force_to_disk(self, path: Path, facts: dict[str, int]) -> None:
+    def _force_to_disk(self, path: Path, facts: dict[str, Any]) -> None:
         self._files[path.relative_to(self._folder).as_posix()] = facts
         self._synced.append(self._syncing.submit(sync, path))
 
@@ -311,20 +320,36 @@ class ShardReader:
     def attributes(self) -> dict[str, Any]:
         """What the shard says of itself: codec, layers, and per tap its range and its error."""
         try:
-            return json.loads(read_checked(self.path, "zarr.json", self.files))["attributes"]
+            attributes = json.loads(read_checked(self.path, "zarr.json", self.files))["attributes"]
         except _NOT_ZARR as error:
             raise damage(self.path, "zarr.json", f"is not a group's ({error})") from None
+        if not isinstance(attributes, dict):
+            raise damage(self.path, "zarr.json", "has no attributes")
+        return attributes
 
     @property
     def statistics(self) -> list[dict[str, float]]:
         """Per tap, and of the final hidden state after them: range and error."""
-        final = self.attributes.get("final_hidden", {"statistics": []})
-        return [*self.attributes["taps"], *final["statistics"]]
+        states = self.codec.layers + (self.final_codec.layers if self.final_codec else 0)
+        try:
+            final = self.attributes.get("final_hidden", {"statistics": []})
+            found = [*self.attributes["taps"], *final["statistics"]]
+            sound = len(found) == states and all(
+                math.isfinite(tap[key]) for tap in found for key in _STATISTICS
+            )
+        except (TypeError, KeyError, AttributeError, IndexError):
+            sound = False
+        if not sound:
+            raise damage(self.path, "zarr.json", f"has no statistics of {states} taps")
+        return found
 
     @cached_property
     def _arrays(self) -> dict[str, Any]:
         """The arrays in zarr's hands, once their metadata is what a writer's is."""
         metadata = {n: facts for n, facts in self.files.items() if n.endswith("zarr.json")}
+        for name, facts in metadata.items():
+            if facts["bytes"] > _LARGEST_METADATA:
+                raise damage(self.path, name, f"has {facts['bytes']:,} bytes, too many")
         check_checksums(self.path, metadata)
         try:
             group = zarr.open_group(self.path, mode="r", zarr_format=3)
@@ -335,19 +360,37 @@ class ShardReader:
 
     @cached_property
     def _direct(self) -> dict[str, PlaneFiles]:
-        """The planes that are read without zarr."""
+        """The planes' files, for use without zarr."""
+        arrays = self._arrays
         return {
-            name: PlaneFiles(
-                self.path / name,
-                spec.shape_per_token,
-                self._arrays[name].dtype,
-                self._arrays[name].chunks[0],
-                self._arrays[name].shards[0],
-                spec.fill,
+            name: _plane_files(
+                self.path / name, spec, arrays[name].chunks[0], arrays[name].shards[0]
             )
             for name, spec in self._specs.items()
-            if not spec.compressed
         }
+
+    def check_layout(self) -> None:
+        """ValueError unless COMMIT.json lists nothing but a shard's files, of plausible sizes.
+
+        Reads metadata only: what claims to be larger than its rows is not read.
+        """
+        narrow = _TOKEN_ARRAYS | _DOCUMENT_ARRAYS
+        metadata = ("zarr.json", *(f"{name}/zarr.json" for name in (*narrow, *self._specs)))
+        bounds = dict.fromkeys(metadata, (1, _LARGEST_METADATA))
+        for name, spec in narrow.items():
+            step = _narrow_chunk(self._rows(name))
+            size = step * np.dtype(spec.dtype).itemsize + CRC_BYTES
+            for number in range(-(-self._rows(name) // step)):
+                bounds[f"{name}/c/{number}"] = (size, size)
+        for plane in self._direct.values():
+            for path, limits in plane.size_bounds(self.record.tokens).items():
+                bounds[path.relative_to(self.path).as_posix()] = limits
+        for name, facts in self.files.items():
+            if name not in bounds:
+                raise damage(self.path, name, "is no file of a shard")
+            low, high = bounds[name]
+            if not low <= facts["bytes"] <= high:
+                raise damage(self.path, name, f"has {facts['bytes']:,} bytes, too many or too few")
 
     def _open_array(self, group: Any, name: str, spec: ArraySpec) -> Any:
         """An array, if its shape and type are what the manifest and the codec say."""
@@ -375,16 +418,19 @@ class ShardReader:
         return array
 
     def _read(self, name: str, start: int, stop: int) -> Tensor:
-        array = self._arrays[name]
-        # zarr reads a file that is gone as fill values, so look for it before each read.
-        for file in _files_of_rows(name, array, start, stop):
+        """Rows of a plane. A file's size is compared each time: it may have changed since."""
+        for file in _files_of_rows(name, self._arrays[name], start, stop):
             check_sizes(self.path, {file: self.files.get(file, {"bytes": -1})})
-        direct = self._direct.get(name)
         try:
-            return torch.from_numpy(direct.read(start, stop) if direct else array[start:stop])
+            return torch.from_numpy(self._direct[name].read(start, stop, self._chunk_crcs))
         except ValueError as error:
             what = f"is damaged in rows {start} to {stop} ({error})"
             raise damage(self.path, name, what) from None
+
+    def _chunk_crcs(self, path: Path) -> NDArray[Any] | None:
+        """As COMMIT.json has them; schema 1 has none."""
+        text = self.files[path.relative_to(self.path).as_posix()].get("chunk_crc32c")
+        return None if text is None else unpack_crcs(text)
 
     @property
     def bytes(self) -> int:

@@ -26,7 +26,7 @@ from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
 from dflash_offline.config import ExtractConfig
 from dflash_offline.conversations import Corpus, Document, read_documents
 from dflash_offline.dataset import FINAL_PREFIX, Dataset
-from dflash_offline.files import write_json
+from dflash_offline.files import naming_full_disk, write_json
 from dflash_offline.metrics import progress, say
 from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
 from dflash_offline.shards import ShardReader, ShardWriter
@@ -66,9 +66,10 @@ def extract(config: ExtractConfig) -> dict[str, Any]:
     """Write those of this rank's shards that are missing; return the summary of all its shards."""
     started = time.monotonic()
     setup = prepare(config)
-    dataset = open_dataset(setup)
-    missing = resume(setup, dataset)
-    writing = write_shards(setup, dataset, missing) if missing else 0.0
+    with naming_full_disk(config.output):
+        dataset = open_dataset(setup)
+        missing = resume(setup, dataset)
+        writing = write_shards(setup, dataset, missing) if missing else 0.0
     summary = summarize(setup, dataset, missing, writing)
     return {**summary, "seconds": time.monotonic() - started}
 

@@ -63,8 +63,9 @@ def verify(path: Path, config: VerifyConfig) -> Verdict:
 
 def _check(dataset: Dataset, record: ShardRecord, seen: dict[int, str]) -> None:
     """ValueError says what is wrong with a shard. Documents of sound shards go into `seen`."""
-    check_shard(dataset.shard_path(record.name), record, dataset.sha256)
     reader = ShardReader(dataset, record)
+    reader.check_layout()  # before files are read that claim to be larger than they can be
+    check_shard(dataset.shard_path(record.name), record, dataset.sha256)
     documents = reader.document_index.tolist()
     for document in documents:
         if document in seen:

@@ -97,15 +97,13 @@ def bench_codec(name, taps, folder, device):
     pieces = list(encode_pieces(codec, taps, device))
     written = [write(dataset, f"shard-{turn}", pieces) for turn in range(WRITES)]
     reader = ShardReader(dataset, written[-1][0])
-    direct = reader._direct
-
-    def read(paths):
-        reader._direct = paths
-        reader.planes(0, min(tokens, 16_384))
-
-    ways = {"direct": lambda: read(direct), "zarr": lambda: read({})}
+    rows = min(tokens, 16_384)
+    ways = {
+        "direct": lambda: reader.planes(0, rows),
+        "zarr": lambda: [reader._arrays[plane][:rows] for plane in reader.codec.arrays()],
+    }
     reading = interleaved(ways, torch.device("cpu"))
-    read_size = size * min(tokens, 16_384) / tokens
+    read_size = size * rows / tokens
     writing = statistics.median(seconds for _, seconds, _ in written)
     return {
         "bytes_per_token": round(reader.bytes / tokens, 1),

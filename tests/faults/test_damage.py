@@ -96,15 +96,6 @@ def files_of_a_shard(codec):
 
 
 CASES = [(codec, file) for codec in PLANES for file in files_of_a_shard(codec)]
-# Of fixed size, and each of their chunks ends in its own crc32c: the crc32c of such a file depends
-# on nothing but the sizes of its chunks, so COMMIT.json's says nothing of the content.
-ALIKE = ("bits", "signs_mantissas", "codes", "scales", "input_ids", "loss_mask", "document_index")
-NOT_YET = pytest.mark.xfail(strict=True, reason="a crc32c over crc32c's is the same for all data")
-
-
-def mark(codec, file):
-    array, is_chunk, _ = file.partition("/c/")
-    return pytest.param(codec, file, marks=[NOT_YET] if is_chunk and array in ALIKE else [])
 
 
 def test_the_cases_are_all_files_of_a_shard(job):
@@ -137,7 +128,7 @@ def assert_mended(store, job, cli):
     assert kept.items() <= seen.stamps(store).items()
 
 
-@pytest.mark.parametrize(("job", "file"), [mark(*case) for case in CASES], indirect=["job"])
+@pytest.mark.parametrize(("job", "file"), CASES, indirect=["job"])
 def test_file_of_another_shard_is_found(store, job, file):
     """Each is whole in itself; those of one size are told apart by nothing but their content."""
     path = store / "shards" / BAD / file

@@ -90,7 +90,6 @@ def test_installed_program_is_stopped_by_a_full_disk_in_mid_shard(volume, cli, j
     assert_goes_on(volume, cli, job)
 
 
-@pytest.mark.xfail(strict=True, reason="the system's own words, with neither path nor remedy")
 def test_full_disk_is_told_in_one_clear_sentence(volume, cli, job):
     volume.mount(f"size={pages(job.whole) * PAGE // 2}")
     error = cli.run(*job.into(volume.path / "out"), before=[volume.enter]).error
