@@ -90,7 +90,14 @@ class ExtractConfig(Config):
     )
     shard_tokens: int = knob(65_536, "Most tokens in one shard.", minimum=1, maximum=2**31)
     batch_tokens: int = knob(
-        8192, "Padded tokens in one forward pass.", minimum=1, maximum=MOST_TOKENS
+        16_384,
+        "Tokens in one forward pass: a row of whole documents.",
+        minimum=1,
+        maximum=MOST_TOKENS,
+    )
+    eager: bool = knob(False, "On a GPU, run the target's layers without compiling them.")
+    require_fast_kernels: bool = knob(
+        False, "Fail where a GPU would run a hybrid target's layers in plain torch."
     )
     calibration_tokens: int = knob(
         16_384, "Tokens that calibrate the codec, drawn from the whole corpus.", minimum=1

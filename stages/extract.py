@@ -5,7 +5,7 @@ shards r, r + R, r + 2 R, ... and talks to nobody. Only the codec is settled onc
 to a seeded sample of the whole corpus, and the others wait for dataset.json. A run that was killed
 goes on with the shards that are missing, on any number of ranks.
 
-Letters: B documents of a batch, T tokens (padded), N tokens, L tapped layers (and the final hidden
+Letters: N tokens of a row, L tapped layers (and the final hidden
 state after them, if it is stored), D hidden.
 """
 
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
 from dflash_offline.config import ExtractConfig
@@ -28,7 +27,7 @@ from dflash_offline.conversations import Corpus, Document, read_documents
 from dflash_offline.dataset import FINAL_PREFIX, Dataset
 from dflash_offline.files import write_json
 from dflash_offline.metrics import progress, say
-from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
+from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
 from dflash_offline.shards import ShardReader, ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.target import TappedTarget
@@ -95,7 +94,9 @@ def prepare(config: ExtractConfig) -> Setup:
             trust_remote_code=config.trust_remote_code,
             on_bytes=bar.advance,
         )
-    plan = plan_shards(corpus.documents, config.shard_tokens)
+    plan = plan_shards(
+        corpus.documents, shard_tokens=config.shard_tokens, row_tokens=config.batch_tokens
+    )
     say(
         f"{spec.name}: layers {list(layer_ids)} of {spec.num_layers}; {len(corpus.documents):,} "
         f"documents of at most {max_length:,} tokens, {corpus.tokens:,} in all, in {len(plan):,} "
@@ -112,13 +113,24 @@ def load_target(setup: Setup) -> TappedTarget:
         device=setup.world.device,
         dtype=getattr(torch, config.dtype),
         final_hidden=config.final_hidden,
+        compiled_row=config.batch_tokens if compiles(setup) else None,
         trust_remote_code=config.trust_remote_code,
     )
     kernels = ", ".join(f"{name}: {by}" for name, by in target.describe_kernels().items())
-    say(f"target runs on {setup.world.device} in {config.dtype}; {kernels}")
-    if warning := target.slow_path():
-        say(warning)
+    found = ", ".join(f"{name} {value:.2%}" for name, value in target.self_test.items())
+    how = "compiled" if compiles(setup) else "not compiled"
+    say(f"target runs on {setup.world.device} in {config.dtype}, {how}; {kernels}")
+    say(f"self-test passed, states differ by: {found}")
+    if slow := target.slow_path():
+        if config.require_fast_kernels:
+            raise ValueError(f"--require-fast-kernels: {slow}")
+        say(f"warning: {slow}")
     return target
+
+
+def compiles(setup: Setup) -> bool:
+    """Whether layers are compiled: on a CPU it takes longer than it saves."""
+    return setup.world.device.type == "cuda" and not setup.config.eager
 
 
 def open_dataset(setup: Setup) -> Dataset:
@@ -165,6 +177,7 @@ def make_contract(setup: Setup) -> dict[str, Any]:
         "documents": len(corpus.documents),
         "tokens": corpus.tokens,
         "shard_tokens": config.shard_tokens,
+        "batch_tokens": config.batch_tokens,
     }
 
 
@@ -229,10 +242,10 @@ def run_sample(setup: Setup) -> Tensor:
     sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
     parts: list[Tensor] = []
     with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
-        for batch in cut_batches(sample, config.batch_tokens):
-            taps_NLD = run_target(setup.target, batch)
+        for row in pack_rows(sample, config.batch_tokens):
+            taps_NLD = run_target(setup.target, row)
             parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)].cpu())
-            bar.advance(sum(map(len, batch)))
+            bar.advance(row_length(row))
     sample_NLD = torch.cat(parts)
     if not len(sample_NLD):
         raise ValueError(_all_broken(len(sample)))
@@ -260,11 +273,9 @@ def _all_broken(documents: int) -> str:
     )
 
 
-def run_target(target: TappedTarget, batch: Sequence[Document]) -> Tensor:
-    """bf16 [N, L, D] on the target's device: the states of all tokens of the batch in order."""
-    ids_BT = pad_sequence([document.input_ids for document in batch], batch_first=True)
-    taps_BTLD = target.taps(ids_BT)
-    return torch.cat([taps_BTLD[i, : len(document)] for i, document in enumerate(batch)])
+def run_target(target: TappedTarget, row: Row) -> Tensor:
+    """bf16 [N, L, D] on the target's device: the states of all tokens of the row in order."""
+    return target.taps([document.input_ids for document in row])
 
 
 def resume(setup: Setup, dataset: Dataset) -> list[str]:
@@ -288,17 +299,17 @@ def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
     dataset.refuse_other_kernels(describe_kernels(setup))
     encode = make_encoder(dataset, setup.world.device)
     started = time.monotonic()
-    tokens = sum(len(document) for name in names for document in setup.plan[name])
+    tokens = sum(row_length(row) for name in names for row in setup.plan[name])
     with progress("extracting", total=tokens, unit="tok") as bar:
         for name in names:
             limit = setup.config.max_codec_error
             with ShardWriter(dataset, name, rank=setup.world.rank, largest_error=limit) as writer:
-                for batch in cut_batches(setup.plan[name], setup.config.batch_tokens):
-                    planes, facts_NL4 = encode(run_target(setup.target, batch))
-                    documents, planes, facts_NL4 = keep_sound(batch, planes, facts_NL4)
+                for row in setup.plan[name]:
+                    planes, facts_NL4 = encode(run_target(setup.target, row))
+                    documents, planes, facts_NL4 = keep_sound(row, planes, facts_NL4)
                     if documents:
                         writer.append(documents, planes, facts_NL4)
-                    bar.advance(sum(map(len, batch)))
+                    bar.advance(row_length(row))
                 writer.commit()
     return time.monotonic() - started
 
@@ -325,17 +336,17 @@ def make_encoder(
 
 
 def keep_sound(
-    batch: Sequence[Document], planes: dict[str, Tensor], facts_NL4: Tensor
-) -> tuple[Sequence[Document], dict[str, Tensor], Tensor]:
-    """The batch without documents that have a state that is inf, NaN or zero throughout."""
+    row: Row, planes: dict[str, Tensor], facts_NL4: Tensor
+) -> tuple[Row, dict[str, Tensor], Tensor]:
+    """The row without documents that have a state that is inf, NaN or zero throughout."""
     largest_NL = facts_NL4[..., 2]
     sound_N = (facts_NL4.isfinite().all(-1) & (largest_NL > 0)).all(-1)
     if sound_N.all():
-        return batch, planes, facts_NL4
+        return row, planes, facts_NL4
     kept: list[Document] = []
     keep_N = torch.zeros_like(sound_N)
     start = 0
-    for document in batch:
+    for document in row:
         own = slice(start, start := start + len(document))
         if sound_N[own].all():
             kept.append(document)
@@ -352,7 +363,8 @@ def summarize(
     """What became of the conversations, and what stands on the disk of this rank's shards."""
     records = dataset.committed()
     own = [records[name] for name in setup.own_shards]
-    planned, documents = sum(len(setup.plan[r.name]) for r in own), sum(r.documents for r in own)
+    planned = sum(len(row) for record in own for row in setup.plan[record.name])
+    documents = sum(record.documents for record in own)
     if planned and not documents:
         raise ValueError(_all_broken(planned))
     tokens_now = sum(record.tokens for record in own if record.name in written)
