@@ -102,7 +102,11 @@ class ExtractConfig(Config):
     calibration_tokens: int = knob(
         16_384, "Tokens that calibrate the codec, drawn from the whole corpus.", minimum=1
     )
-    dtype: str = knob("bfloat16", "Precision the target runs in.", choices=("bfloat16", "float32"))
+    dtype: str = knob(
+        "bfloat16",
+        "Precision the target runs in; fp8: the products of its large linears, the rest bfloat16.",
+        choices=("bfloat16", "float32", "fp8"),
+    )
     seed: int = knob(0, "Seed of the calibration sample.", minimum=0, maximum=LARGEST_SEED)
     device: str = knob("auto", "Where the target runs.", choices=DEVICES)
     trust_remote_code: bool = knob(False, "Run Python code that the target's folder brings along.")

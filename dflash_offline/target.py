@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
 from dflash_offline.facts import Facts, failing_as, read_json, reason, shown
+from dflash_offline.fp8 import quantise_linears
 from dflash_offline.packed import PackedTower, has_fast_kernels, hybrid_names
 
 _FINAL = -1  # the final hidden state's place among the layers' outputs
@@ -49,6 +50,7 @@ class TappedTarget:
         layer_ids: Sequence[int],
         *,
         final_hidden: str = "none",
+        fp8: bool = False,
         compiled_row: int | None = None,
     ) -> None:
         self._tower, self._compiled_row = tower, compiled_row
@@ -62,7 +64,8 @@ class TappedTarget:
         if final_hidden != "none":
             self._kept += (_FINAL,)
             self._keep_final(after_norm=final_hidden == "after-norm")
-        self._refuse_leaks(layers)
+        self.fp8_linears = 0
+        self._self_test(layers, fp8)
 
     @classmethod
     def load(
@@ -73,12 +76,14 @@ class TappedTarget:
         device: torch.device | str,
         dtype: torch.dtype,
         final_hidden: str = "none",
+        fp8: bool = False,
         compiled_row: int | None = None,
         trust_remote_code: bool = False,
     ) -> "TappedTarget":
         """The target in `folder`, without what lies above the deepest of `target_layer_ids`.
 
         With `final_hidden` (before-norm or after-norm) it is loaded whole, but for its lm_head.
+        With `fp8` the large linears of its layers are quantised, whatever `dtype` the rest is in.
         With `compiled_row` its layers are compiled for rows of that many tokens, which takes half
         a minute and saves a sixth of the time. ValueError says why the folder cannot be loaded.
         """
@@ -97,7 +102,13 @@ class TappedTarget:
             )
         _check_loaded(folder, loading)
         tower = tower.to(device).eval().requires_grad_(False)
-        return cls(tower, target_layer_ids, final_hidden=final_hidden, compiled_row=compiled_row)
+        return cls(
+            tower,
+            target_layer_ids,
+            final_hidden=final_hidden,
+            fp8=fp8,
+            compiled_row=compiled_row,
+        )
 
     @torch.no_grad()
     def taps(self, documents: Sequence[Tensor]) -> Tensor:
@@ -122,6 +133,8 @@ class TappedTarget:
         if hybrid_names(self._tower):
             by = "fla" if self._packed.fast else "torch"
             kernels |= {"delta rule": by, "convolution": by}
+        if self.fp8_linears:
+            kernels["matmul"] = "fp8 e4m3 by row"
         return kernels
 
     def slow_path(self) -> str | None:
@@ -134,15 +147,19 @@ class TappedTarget:
         )
 
     @torch.no_grad()
-    def _refuse_leaks(self, layers: nn.ModuleList) -> None:
+    def _self_test(self, layers: nn.ModuleList, fp8: bool) -> None:
         """ValueError if a document in a row gives other states than transformers gives it alone.
 
         Rounding is measured, and allowed: a document alone against itself at the head of a longer
-        one, which no causal layer lets it see. A leak is some hundred times as large.
+        one, which no causal layer lets it see. A leak is some hundred times as large. On the way
+        the layers are quantised and compiled, so that the test is of what will run.
         """
         g = torch.Generator().manual_seed(0)
         vocab = self._tower.get_input_embeddings().num_embeddings
         one, two = (torch.randint(vocab, (n,), generator=g) for n in _TEST_LENGTHS)
+        exact = self._alone(one)
+        if fp8:
+            self.fp8_linears = quantise_linears(layers)
         plain = self._alone(one)
         noise = _distance(self._alone(torch.cat([one, two]))[: len(one)], plain)
         if self._compiled_row:
@@ -150,13 +167,14 @@ class TappedTarget:
                 layer.forward = torch.compile(layer.forward, dynamic=False)
         apart = self.taps([one]), self.taps([two])
         together = self.taps([one, two]).split(_TEST_LENGTHS)
-        dtype = next(self._tower.parameters()).dtype
-        limit = max(_NOISE_FACTOR * noise, 8 * torch.finfo(dtype).eps)
         self.self_test = {
             "rounding": noise,
             "kernels": _distance(apart[0], plain),
             "rows": max(map(_distance, together, apart)),
+            **({"fp8": _distance(plain, exact)} if fp8 else {}),
         }
+        eps = torch.finfo(next(self._tower.parameters()).dtype).eps
+        limit = max(_NOISE_FACTOR * noise, 8 * eps)
         for what in ("kernels", "rows"):
             if not self.self_test[what] <= limit:
                 raise ValueError(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from dflash_offline.dataset import FINAL_PREFIX, Dataset
 from dflash_offline.files import write_json
 from dflash_offline.metrics import progress, say
 from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
+from dflash_offline.prefetch import Behind
 from dflash_offline.shards import ShardReader, ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.target import TappedTarget
@@ -111,7 +112,8 @@ def load_target(setup: Setup) -> TappedTarget:
         config.target,
         target_layer_ids=setup.layer_ids,
         device=setup.world.device,
-        dtype=getattr(torch, config.dtype),
+        dtype=torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype),
+        fp8=config.dtype == "fp8",
         final_hidden=config.final_hidden,
         compiled_row=config.batch_tokens if compiles(setup) else None,
         trust_remote_code=config.trust_remote_code,
@@ -141,6 +143,7 @@ def open_dataset(setup: Setup) -> Dataset:
         return Dataset.open(path, contract=contract)
     if not Dataset.exists(path):  # kernels are known by loading the target, which now has to be
         contract["kernels"] = describe_kernels(setup)
+        contract["self_test"] = setup.target.self_test
     dataset = Dataset.create_or_resume(
         path,
         contract=contract,
@@ -294,45 +297,115 @@ def resume(setup: Setup, dataset: Dataset) -> list[str]:
 def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
     """Run the target over the shards' documents, encode on its device, write and commit.
 
-    Returns the seconds it took, the loading of the target left out.
+    Copying to the CPU and writing happen a row or two behind the target. Returns the seconds it
+    took, the loading of the target left out.
     """
     dataset.refuse_other_kernels(describe_kernels(setup))
     encode = make_encoder(dataset, setup.world.device)
     started = time.monotonic()
     tokens = sum(row_length(row) for name in names for row in setup.plan[name])
-    with progress("extracting", total=tokens, unit="tok") as bar:
+    with (
+        progress("extracting", total=tokens, unit="tok") as bar,
+        ShardStore(setup, dataset) as store,
+        Behind(depth=2) as behind,
+    ):
         for name in names:
-            limit = setup.config.max_codec_error
-            with ShardWriter(dataset, name, rank=setup.world.rank, largest_error=limit) as writer:
-                for row in setup.plan[name]:
-                    planes, facts_NL4 = encode(run_target(setup.target, row))
-                    documents, planes, facts_NL4 = keep_sound(row, planes, facts_NL4)
-                    if documents:
-                        writer.append(documents, planes, facts_NL4)
-                    bar.advance(row_length(row))
-                writer.commit()
+            behind.call(store.begin, name)
+            for row in setup.plan[name]:
+                behind.call(store.add, row, encode(run_target(setup.target, row)))
+                bar.advance(row_length(row))
+            behind.call(store.commit)
     return time.monotonic() - started
 
 
-def make_encoder(
-    dataset: Dataset, device: torch.device
-) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
-    """States on `device` -> planes on the CPU, and the facts of `measure` about them."""
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Planes and facts of a row, on the CPU once `copied` has happened."""
+
+    planes: dict[str, Tensor]
+    facts_NL4: Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+
+
+def make_encoder(dataset: Dataset, device: torch.device) -> Callable[[Tensor], Encoded]:
+    """States on `device` -> planes, and the facts of `measure` about them, on their way."""
     codecs = [("", dataset.codec.to(device))]
     if dataset.final_codec:
         codecs.append((FINAL_PREFIX, dataset.final_codec.to(device)))
+    copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def encode(taps_NLD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    @torch.no_grad()
+    def encode(taps_NLD: Tensor) -> Encoded:
         parts = taps_NLD.split([codec.layers for _, codec in codecs], dim=1)
         planes: dict[str, Tensor] = {}
         facts: list[Tensor] = []
         for (prefix, codec), part_NLD in zip(codecs, parts, strict=True):
             coded = codec.encode(part_NLD)
             facts.append(measure(part_NLD, codec.decode(coded)))
-            planes |= {prefix + name: plane.cpu() for name, plane in coded.items()}
-        return planes, torch.cat(facts, 1).cpu()
+            planes |= {prefix + name: plane for name, plane in coded.items()}
+        return to_cpu(planes, torch.cat(facts, 1), copying)
 
     return encode
+
+
+def to_cpu(
+    planes: dict[str, Tensor], facts_NL4: Tensor, stream: torch.cuda.Stream | None
+) -> Encoded:
+    """Copies into pinned memory on `stream`, so that the target's next row need not wait."""
+    if stream is None:
+        return Encoded(planes, facts_NL4, None)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        copied = {}
+        for name, plane in {**planes, "": facts_NL4}.items():
+            copied[name] = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
+            copied[name].copy_(plane, non_blocking=True)
+            plane.record_stream(stream)  # or its memory would be used again too soon
+        event = torch.cuda.Event()
+        event.record(stream)
+    return Encoded(copied, copied.pop(""), event)
+
+
+class ShardStore:
+    """The shard that is being written; `begin`, `add` and `commit` run behind the target."""
+
+    def __init__(self, setup: Setup, dataset: Dataset) -> None:
+        self._dataset, self._rank = dataset, setup.world.rank
+        self._largest_error = setup.config.max_codec_error
+        self._open: ShardWriter | None = None
+
+    def begin(self, name: str) -> None:
+        self._open = ShardWriter(
+            self._dataset, name, rank=self._rank, largest_error=self._largest_error
+        )
+
+    def add(self, row: Row, encoded: Encoded) -> None:
+        assert self._open
+        encoded.wait()
+        documents, planes, facts_NL4 = keep_sound(row, encoded.planes, encoded.facts_NL4)
+        if documents:
+            self._open.append(documents, planes, facts_NL4)
+
+    def commit(self) -> None:
+        assert self._open
+        self._open.commit()
+        self._close()
+
+    def _close(self) -> None:
+        """What was not committed is gone."""
+        if self._open:
+            self._open.__exit__()
+            self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
 
 def keep_sound(
