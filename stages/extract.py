@@ -240,14 +240,17 @@ def needs_sample(config: ExtractConfig) -> bool:
 
 
 def run_sample(setup: Setup) -> Tensor:
-    """States bf16 [N, L, D] of documents drawn from the whole corpus, to calibrate codecs on."""
+    """States bf16 [N, L, D] of documents drawn from the whole corpus, to calibrate codecs on.
+
+    They stay on the target's device: medians of 16,384 tokens take 10 s on one CPU core.
+    """
     config = setup.config
     sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
     parts: list[Tensor] = []
     with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
         for row in pack_rows(sample, config.batch_tokens):
             taps_NLD = run_target(setup.target, row)
-            parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)].cpu())
+            parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)])
             bar.advance(row_length(row))
     sample_NLD = torch.cat(parts)
     if not len(sample_NLD):

@@ -1,19 +1,19 @@
 """Stage one at the real size of Qwen3.6-27B's text tower, with random weights, on one GPU.
 
-    python tests/bench/extract.py [--tokens 196608] [--layers 62] [--folder DIR]
+    python tests/bench/extract.py [--rows 12] [--layers 62] [--folder DIR]
 
 Prints one JSON line. Documents have log-normal lengths (median 1,200, up to 8,192 tokens) and
 random ids. In one process, on the same documents:
 
-  plain    transformers with fla's kernels, batches of up to 8,192 tokens padded on the right
+  plain    a quarter of the documents: transformers with fla's kernels, batches of up to 8,192 tokens padded on the right
            (sorted by length), hooks on the tapped layers, nothing kept
-  peer     one document at a time, output_hidden_states=True, torch.save of the taps, as the
+  peer     an eighth of them: one document at a time, output_hidden_states=True, torch.save of the taps, as the
            offline recipes of the field do it
   forward  rows of 16,384 tokens, compiled layers, nothing encoded
   extract  the stage's own loop: rows, int8, checksums, shards committed to DIR
 
-Rates are real tokens (padding does not count) a second, the shards' fsync included; plain, forward
-and extract take turns. Then the large linears become fp8, and forward and extract are run again.
+Rates are real tokens (padding does not count) a second, the shards' fsync included; they take
+turns, after one round that also tunes kernels. Then the large linears become fp8, and forward and extract are run again.
 Needs fla-core and some 70 GB of GPU memory.
 """
 
@@ -73,15 +73,16 @@ def build_tower(layers):
     return tower.eval().requires_grad_(False)
 
 
-def draw_documents(tokens):
+def draw_documents(rows):
+    """Documents of the first `rows` rows that a long corpus is cut into, in its own order."""
     g = torch.Generator().manual_seed(0)
-    documents, drawn = [], 0
-    while drawn < tokens:
+    documents = []
+    for i in range(rows * 20):
         n = int((torch.randn((), generator=g) * 0.9).exp().mul(1200).clamp(16, 8192))
         ids = torch.randint(0, VOCAB, (n,), generator=g, dtype=torch.int32)
-        documents.append(Document(len(documents), ids, torch.ones(n, dtype=torch.bool)))
-        drawn += n
-    return documents
+        documents.append(Document(i, ids, torch.ones(n, dtype=torch.bool)))
+    kept = [document for row in pack_rows(documents, ROW)[:rows] for document in row]
+    return sorted(kept, key=lambda document: document.index)
 
 
 def sorted_batches(documents, tokens=8192):
@@ -147,9 +148,10 @@ def make_setup(documents, target, layers, folder):
     return setup, 1 - tokens / (ROW * len(rows))
 
 
-def run_stage(setup):
-    shutil.rmtree(setup.config.output, ignore_errors=True)
-    dataset = stage.open_dataset(setup)
+def run_stage(setup, dataset):
+    """All shards anew, into a data set whose codec is fitted."""
+    for name in list(dataset.committed()):
+        shutil.rmtree(dataset.set_aside(name))
     stage.write_shards(setup, dataset, stage.resume(setup, dataset))
 
 
@@ -180,13 +182,13 @@ def take_turns(works, rounds):
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=196_608)
+    parser.add_argument("--rows", type=int, default=12, help="of 16,384 tokens")
     parser.add_argument("--layers", type=int, default=62)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
-    documents = draw_documents(options.tokens)
+    documents = draw_documents(options.rows)
     tokens = sum(map(len, documents))
     started = time.monotonic()
     tower = build_tower(options.layers)
@@ -200,9 +202,13 @@ def main():
         target = TappedTarget(tower, ids, compiled_row=ROW)
         say(f"compiled in {time.monotonic() - started:.0f} s, {target.self_test}")
         compiling = time.monotonic() - started
-        setup, unfilled = make_setup(documents, target, options.layers, folder / "store")
+        setup, unfilled = make_setup(documents, target, options.layers, folder / "bf16")
+        started = time.monotonic()
+        dataset = stage.open_dataset(setup)
+        say(f"codec fitted in {time.monotonic() - started:.0f} s")
         functions = fla_functions(target)
         compiled = [layer.forward for layer in tower.layers]
+        few = documents[::4]
 
         def uncompiled(work):
             for layer in tower.layers:
@@ -212,40 +218,41 @@ def main():
                 layer.forward = forward
 
         works = {
-            "plain": lambda: uncompiled(lambda: plain_forward(tower, documents, functions)),
+            "plain": lambda: uncompiled(lambda: plain_forward(tower, few, functions)),
+            "peer": lambda: uncompiled(lambda: peer_loop(tower, few[::2], functions, folder)),
             "forward": lambda: forward_only(target, documents),
-            "extract": lambda: run_stage(setup),
+            "extract": lambda: run_stage(setup, dataset),
         }
+        sizes = {"plain": few, "peer": few[::2], "forward": documents, "extract": documents}
         found["bf16"] = take_turns(works, options.rounds)
-        peer = documents[: len(documents) // 4]
-        peer_tokens = sum(map(len, peer))
-        taken = seconds_of(lambda: uncompiled(lambda: peer_loop(tower, peer, functions, folder)))
+        shutil.rmtree(setup.config.output)
+        uncompiled(lambda: [layer._forward_hooks.clear() for layer in tower.layers])
         for layer in tower.layers:
             layer.__dict__.pop("forward", None)
-        tower_hooks = [layer._forward_hooks.clear() for layer in tower.layers]
-        assert tower_hooks
         torch.compiler.reset()
         target = TappedTarget(tower, ids, compiled_row=ROW, fp8=True)
         say(f"fp8: {target.self_test}")
-        setup, _ = make_setup(documents, target, options.layers, folder / "store")
+        setup, _ = make_setup(documents, target, options.layers, folder / "fp8")
+        dataset = stage.open_dataset(setup)
         works = {
             "forward": lambda: forward_only(target, documents),
-            "extract": lambda: run_stage(setup),
+            "extract": lambda: run_stage(setup, dataset),
         }
         found["fp8"] = take_turns(works, options.rounds)
     finally:
         shutil.rmtree(folder)
     rates = {
-        precision: {name: round(tokens / seconds) for name, seconds in times.items()}
+        precision: {
+            name: round(sum(map(len, sizes[name])) / seconds) for name, seconds in times.items()
+        }
         for precision, times in found.items()
     }
-    rates["bf16"]["peer"] = round(peer_tokens / taken)
     print(
         json.dumps(
             {
                 "bench": "extract", "gpu": torch.cuda.get_device_name(), "tokens": tokens,
                 "documents": len(documents), "layers": options.layers, "tokens_per_second": rates,
-                "over_plain": round(found["bf16"]["plain"] / found["bf16"]["extract"], 3),
+                "over_plain": round(rates["bf16"]["extract"] / rates["bf16"]["plain"], 3),
                 "extract_over_forward": {
                     p: round(t["extract"] / t["forward"], 3) for p, t in found.items()
                 },
