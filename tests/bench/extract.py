@@ -5,15 +5,16 @@
 Prints one JSON line. Documents have log-normal lengths (median 1,200, up to 8,192 tokens) and
 random ids. In one process, on the same documents:
 
-  plain    a quarter of the documents: transformers with fla's kernels, batches of up to 8,192 tokens padded on the right
-           (sorted by length), hooks on the tapped layers, nothing kept
-  peer     an eighth of them: one document at a time, output_hidden_states=True, torch.save of the taps, as the
-           offline recipes of the field do it
+  plain    a quarter of the documents: transformers with fla's kernels, batches of up to 8,192
+           tokens padded on the right (sorted by length), hooks on the tapped layers, nothing kept
+  peer     an eighth of them: one document at a time, output_hidden_states=True, torch.save of the
+           taps, as the offline recipes of the field do it
   forward  rows of 16,384 tokens, compiled layers, nothing encoded
   extract  the stage's own loop: rows, int8, checksums, shards committed to DIR
 
 Rates are real tokens (padding does not count) a second, the shards' fsync included; they take
-turns, after one round that also tunes kernels. Then the large linears become fp8, and forward and extract are run again.
+turns, after one round that also tunes kernels. Then the large linears become fp8, and forward and
+extract are run again.
 Needs fla-core and some 70 GB of GPU memory.
 """
 
@@ -74,14 +75,15 @@ def build_tower(layers):
 
 
 def draw_documents(rows):
-    """Documents of the first `rows` rows that a long corpus is cut into, in its own order."""
+    """Documents of `rows` rows, taken evenly from those of a corpus of a million tokens."""
     g = torch.Generator().manual_seed(0)
     documents = []
-    for i in range(rows * 20):
+    for i in range(600):
         n = int((torch.randn((), generator=g) * 0.9).exp().mul(1200).clamp(16, 8192))
         ids = torch.randint(0, VOCAB, (n,), generator=g, dtype=torch.int32)
         documents.append(Document(i, ids, torch.ones(n, dtype=torch.bool)))
-    kept = [document for row in pack_rows(documents, ROW)[:rows] for document in row]
+    packed = pack_rows(documents, ROW)
+    kept = [d for k in range(rows) for d in packed[k * len(packed) // rows]]
     return sorted(kept, key=lambda document: document.index)
 
 
