@@ -12,7 +12,7 @@ the rest on every token, and would take the whole range of codes for themselves.
 N tokens, L tapped layers, D hidden, G groups of a layer's channels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ GROUP_SIZES = (128, 64, 32)
 # the sample may speak later; with a scale near zero they would drown their whole group.
 _LOWEST_CHANNEL_SCALE = 1 / 64
 _LARGEST_CODE = 127
+_CPU_BLOCK_TOKENS = 16
 # bf16's smallest normal number. Smaller group scales lose the bits that the error bound rests on.
 _LOWEST_GROUP_SCALE = 2.0**-126
 
@@ -92,13 +93,19 @@ class LosslessCodec:
         }
 
     def encode(self, taps_NLD: Tensor) -> dict[str, Tensor]:
+        return _joined([self._encode(part_NLD) for part_NLD in _blocks(taps_NLD)])
+
+    def decode(self, planes: Mapping[str, Tensor]) -> Tensor:
+        return _cat([self._decode(part) for part in _plane_blocks(planes)])
+
+    def _encode(self, taps_NLD: Tensor) -> dict[str, Tensor]:
         bits = taps_NLD.contiguous().view(torch.int16).int()
         return {
             "exponents": ((bits >> 7) & 0xFF).to(torch.uint8),
             "signs_mantissas": ((bits >> 8) & 0x80 | (bits & 0x7F)).to(torch.uint8),
         }
 
-    def decode(self, planes: Mapping[str, Tensor]) -> Tensor:
+    def _decode(self, planes: Mapping[str, Tensor]) -> Tensor:
         exponents, rest = planes["exponents"].int(), planes["signs_mantissas"].int()
         bits = (rest & 0x80) << 8 | exponents << 7 | rest & 0x7F
         return bits.to(torch.int16).view(torch.bfloat16)
@@ -136,6 +143,12 @@ class Int8Codec:
         }
 
     def encode(self, taps_NLD: Tensor) -> dict[str, Tensor]:
+        return _joined([self._encode(part_NLD) for part_NLD in _blocks(taps_NLD)])
+
+    def decode(self, planes: Mapping[str, Tensor]) -> Tensor:
+        return _cat([self._decode(part) for part in _plane_blocks(planes)])
+
+    def _encode(self, taps_NLD: Tensor) -> dict[str, Tensor]:
         even_NLGd = (taps_NLD / self.channel_scale_LD).unflatten(-1, (-1, self.group))
         top_NLG = torch.linalg.vector_norm(even_NLGd, torch.inf, dim=-1)
         # Divide by the scale as it is stored, or its rounding adds to the error. Rounded down by
@@ -147,7 +160,7 @@ class Int8Codec:
             "scales": scales_NLG.view(torch.uint16),
         }
 
-    def decode(self, planes: Mapping[str, Tensor]) -> Tensor:
+    def _decode(self, planes: Mapping[str, Tensor]) -> Tensor:
         scales_NLG = planes["scales"].view(torch.bfloat16).float()
         even_NLGd = planes["codes"].unflatten(-1, (-1, self.group)) * scales_NLG[..., None]
         taps_NLD: Tensor = even_NLGd.flatten(-2) * self.channel_scale_LD
@@ -203,6 +216,25 @@ def load_codec(recipe: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Code
         raise ValueError(f"codec {recipe['name']!r} is unknown here; upgrade dflash-offline")
     sizes = (recipe["layers"], recipe["width"], recipe["group"])
     return Int8Codec(*sizes, tensors["channel_scale"])
+
+
+def _blocks(x: Tensor) -> Sequence[Tensor]:
+    """Tokens to be coded at once: on a CPU few enough that float32 copies stay in its cache."""
+    return x.split(_CPU_BLOCK_TOKENS) if x.device.type == "cpu" and len(x) else (x,)
+
+
+def _plane_blocks(planes: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    for parts in zip(*map(_blocks, planes.values()), strict=True):
+        yield dict(zip(planes, parts, strict=True))
+
+
+def _joined(blocks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: _cat([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _cat(blocks: Sequence[Tensor]) -> Tensor:
+    """Without a copy where there is but one."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
 
 
 def refuse_non_finite(taps_NLD: Tensor, what: str) -> None:
