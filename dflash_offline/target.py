@@ -32,6 +32,9 @@ _FINAL = -1  # the final hidden state's place among the layers' outputs
 # Of the documents that the self-test runs together: neither divides the delta rule's chunk of 64.
 _TEST_LENGTHS = (70, 133)
 _NOISE_FACTOR = 5
+# fla's delta rule keeps bf16 where transformers' reference keeps float32: 10 % after 62 random
+# layers, 9 % in a tiny model of long memory. What computes something else is off by 100 %.
+_FAST_KERNELS_DIFFER = 0.25
 
 EMBEDDING_KEYS = (
     "model.embed_tokens.weight",
@@ -174,8 +177,13 @@ class TappedTarget:
             **({"fp8": _distance(plain, exact)} if fp8 else {}),
         }
         eps = torch.finfo(next(self._tower.parameters()).dtype).eps
-        limit = max(_NOISE_FACTOR * noise, 8 * eps)
-        for what in ("kernels", "rows"):
+        rounding = max(_NOISE_FACTOR * noise, 8 * eps)
+        is_other = self._packed.fast and bool(hybrid_names(self._tower))
+        limits = {
+            "kernels": max(rounding, _FAST_KERNELS_DIFFER) if is_other else rounding,
+            "rows": rounding,
+        }
+        for what, limit in limits.items():
             if not self.self_test[what] <= limit:
                 raise ValueError(
                     f"{type(self._tower).__name__} fails the self-test of {what}: states differ "

