@@ -12,7 +12,7 @@ state after them, if it is stored), D hidden.
 import functools
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
 from dflash_offline.config import ExtractConfig
-from dflash_offline.conversations import Corpus, Document, read_documents
-from dflash_offline.dataset import FINAL_PREFIX, Dataset
+from dflash_offline.conversations import Corpus, read_documents
+from dflash_offline.dataset import Dataset
+from dflash_offline.encoding import Encoded, keep_sound, make_encoder
 from dflash_offline.files import write_json
 from dflash_offline.metrics import progress, say
 from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
@@ -321,58 +322,6 @@ def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
     return time.monotonic() - started
 
 
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """Planes and facts of a row, on the CPU once `copied` has happened."""
-
-    planes: dict[str, Tensor]
-    facts_NL4: Tensor
-    copied: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.copied:
-            self.copied.synchronize()
-
-
-def make_encoder(dataset: Dataset, device: torch.device) -> Callable[[Tensor], Encoded]:
-    """States on `device` -> planes, and the facts of `measure` about them, on their way."""
-    codecs = [("", dataset.codec.to(device))]
-    if dataset.final_codec:
-        codecs.append((FINAL_PREFIX, dataset.final_codec.to(device)))
-    copying = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @torch.no_grad()
-    def encode(taps_NLD: Tensor) -> Encoded:
-        parts = taps_NLD.split([codec.layers for _, codec in codecs], dim=1)
-        planes: dict[str, Tensor] = {}
-        facts: list[Tensor] = []
-        for (prefix, codec), part_NLD in zip(codecs, parts, strict=True):
-            coded = codec.encode(part_NLD)
-            facts.append(measure(part_NLD, codec.decode(coded)))
-            planes |= {prefix + name: plane for name, plane in coded.items()}
-        return to_cpu(planes, torch.cat(facts, 1), copying)
-
-    return encode
-
-
-def to_cpu(
-    planes: dict[str, Tensor], facts_NL4: Tensor, stream: torch.cuda.Stream | None
-) -> Encoded:
-    """Copies into pinned memory on `stream`, so that the target's next row need not wait."""
-    if stream is None:
-        return Encoded(planes, facts_NL4, None)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        copied = {}
-        for name, plane in {**planes, "": facts_NL4}.items():
-            copied[name] = torch.empty(plane.shape, dtype=plane.dtype, pin_memory=True)
-            copied[name].copy_(plane, non_blocking=True)
-            plane.record_stream(stream)  # or its memory would be used again too soon
-        event = torch.cuda.Event()
-        event.record(stream)
-    return Encoded(copied, copied.pop(""), event)
-
-
 class ShardStore:
     """The shard that is being written; `begin`, `add` and `commit` run behind the target."""
 
@@ -409,28 +358,6 @@ class ShardStore:
 
     def __exit__(self, *_: object) -> None:
         self._close()
-
-
-def keep_sound(
-    row: Row, planes: dict[str, Tensor], facts_NL4: Tensor
-) -> tuple[Row, dict[str, Tensor], Tensor]:
-    """The row without documents that have a state that is inf, NaN or zero throughout."""
-    largest_NL = facts_NL4[..., 2]
-    sound_N = (facts_NL4.isfinite().all(-1) & (largest_NL > 0)).all(-1)
-    if sound_N.all():
-        return row, planes, facts_NL4
-    kept: list[Document] = []
-    keep_N = torch.zeros_like(sound_N)
-    start = 0
-    for document in row:
-        own = slice(start, start := start + len(document))
-        if sound_N[own].all():
-            kept.append(document)
-            keep_N[own] = True
-        else:
-            bad = int((~sound_N[own]).sum())
-            say(f"warning: document {document.index} left out: broken states of {bad} tokens")
-    return kept, {name: plane[keep_N] for name, plane in planes.items()}, facts_NL4[keep_N]
 
 
 def summarize(

@@ -11,7 +11,7 @@ FLOORS = {
     1: {"spec", "codec", "mask", "optim", "commit", "packed", "fp8"},
     2: {"conversations", "target", "drafter", "dataset", "direct"},
     3: {"shards", "checkpoint", "planning"},
-    4: {"shard_set"},
+    4: {"shard_set", "encoding"},
     5: {"packing", "contract"},
     6: {"anchors"},
     7: {"loss"},
