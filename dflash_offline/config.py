@@ -54,6 +54,24 @@ class Config:
             _check_range(rule, getattr(self, rule.name))
 
 
+def arguments_of(config: Config) -> list[str]:
+    """The command line that makes the same config."""
+    arguments: list[str] = []
+    for rule in fields(config):
+        name, value = option_name(rule.name), getattr(config, rule.name)
+        if value is None or value is False:
+            continue
+        if value is True:
+            arguments.append(name)
+        elif isinstance(value, tuple) and isinstance(value[0], Path):
+            arguments += [part for path in value for part in (name, str(path))]
+        elif isinstance(value, tuple):
+            arguments += [name, ",".join(map(str, value))]
+        else:
+            arguments += [name, str(value)]
+    return arguments
+
+
 DEVICES = ("auto", "cuda", "cpu")
 LARGEST_SEED = 2**31 - 1
 # Far above any use, low enough for a clear refusal where memory would run out first.
@@ -94,6 +112,9 @@ class ExtractConfig(Config):
         "Tokens in one forward pass: a row of whole documents.",
         minimum=1,
         maximum=MOST_TOKENS,
+    )
+    gpus: int | None = knob(
+        None, "Processes on this host, one per GPU. Default: one for each GPU.", minimum=1
     )
     eager: bool = knob(False, "On a GPU, run the target's layers without compiling them.")
     require_fast_kernels: bool = knob(

@@ -10,6 +10,7 @@ state after them, if it is stored), D hidden.
 """
 
 import functools
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor
 
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
-from dflash_offline.config import ExtractConfig
+from dflash_offline.config import ExtractConfig, arguments_of
 from dflash_offline.conversations import Corpus, read_documents
 from dflash_offline.dataset import Dataset
 from dflash_offline.encoding import Encoded, keep_sound, make_encoder
+from dflash_offline.facts import read_json
 from dflash_offline.files import write_json
-from dflash_offline.metrics import progress, say
+from dflash_offline.launch import Ranks
+from dflash_offline.metrics import ProgressBar, progress, say
 from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
 from dflash_offline.prefetch import Behind
 from dflash_offline.shards import ShardReader, ShardWriter
@@ -64,6 +67,49 @@ class Setup:
 
 
 def extract(config: ExtractConfig) -> dict[str, Any]:
+    """Write the shards that are missing, on all GPUs of this host; return the summary of all.
+
+    A process that a launcher started (torchrun, or this function) writes its rank's share alone.
+    """
+    size = processes(config)
+    return extract_share(config) if size == 1 else extract_on_all(config, size)
+
+
+def processes(config: ExtractConfig) -> int:
+    """How many to start here. ValueError if --gpus asks for more than there are."""
+    if "RANK" in os.environ:
+        return 1
+    available = torch.cuda.device_count() if config.device != "cpu" else 0
+    if available and config.gpus and config.gpus > available:
+        raise ValueError(f"--gpus is {config.gpus}, but torch sees {available}")
+    return config.gpus or max(available, 1)
+
+
+def extract_on_all(config: ExtractConfig, size: int) -> dict[str, Any]:
+    """One process per GPU; shows what all of them have committed."""
+    started = time.monotonic()
+    logs = logs_path(config.output)
+    for summary in logs.glob("rank-*.json"):
+        summary.unlink()
+    say(f"{size} processes, each with a log in {logs}")
+    with (
+        progress("extracting", total=None, unit="tok") as bar,
+        Ranks(["extract", *arguments_of(config)], size=size, logs=logs) as ranks,
+    ):
+        ranks.wait(lambda: show_committed(config.output, bar))
+    shares = [read_json(path) for path in sorted(logs.glob("rank-*.json"))]
+    return {**total_summary(config.output, shares), "seconds": time.monotonic() - started}
+
+
+def show_committed(output: Path, bar: ProgressBar) -> None:
+    """Advance the bar to what the manifests name."""
+    if Dataset.exists(output):
+        dataset = Dataset.open(output)
+        bar.set_total(dataset.contract["tokens"])
+        bar.advance(sum(r.tokens for r in dataset.committed().values()) - bar.done)
+
+
+def extract_share(config: ExtractConfig) -> dict[str, Any]:
     """Write those of this rank's shards that are missing; return the summary of all its shards."""
     started = time.monotonic()
     setup = prepare(config)
@@ -71,6 +117,8 @@ def extract(config: ExtractConfig) -> dict[str, Any]:
     missing = resume(setup, dataset)
     writing = write_shards(setup, dataset, missing) if missing else 0.0
     summary = summarize(setup, dataset, missing, writing)
+    if setup.world.size > 1:
+        write_json(logs_path(config.output) / f"rank-{setup.world.rank:02}.json", summary)
     return {**summary, "seconds": time.monotonic() - started}
 
 
@@ -155,6 +203,11 @@ def open_dataset(setup: Setup) -> Dataset:
     resolved = {**asdict(setup.config), "target_layer_ids": setup.layer_ids}
     write_json(config_path(path), resolved)
     return dataset
+
+
+def logs_path(output: Path) -> Path:
+    """Beside the data set, as the configuration: what each process of several says."""
+    return output.resolve().with_name(f"{output.resolve().name}.logs")
 
 
 def config_path(output: Path) -> Path:
@@ -379,7 +432,7 @@ def summarize(
         "shards_written_now": len(written),
         "documents": documents,
         "broken_documents": planned - documents,
-        **_disk_facts(setup, [ShardReader(dataset, record) for record in own]),
+        **_disk_facts([ShardReader(dataset, record) for record in own]),
         "tokens_per_second": tokens_now / max(seconds, 1e-9),
         "written to": str(setup.config.output),
     }
@@ -392,11 +445,10 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return {**counts, **{f"dropped ({why})": n for why, n in sorted(dropped.items())}}
 
 
-def _disk_facts(setup: Setup, readers: Sequence[ShardReader]) -> dict[str, Any]:
+def _disk_facts(readers: Sequence[ShardReader]) -> dict[str, Any]:
     tokens = sum(reader.record.tokens for reader in readers)
     size = sum(reader.bytes for reader in readers)
-    states = len(setup.layer_ids) + (setup.config.final_hidden != "none")
-    bf16_size = tokens * states * setup.spec.hidden_size * 2
+    bf16_size = sum(reader.bf16_bytes for reader in readers)
     errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.statistics]
     return {
         "tokens": tokens,
@@ -404,4 +456,20 @@ def _disk_facts(setup: Setup, readers: Sequence[ShardReader]) -> dict[str, Any]:
         "bytes_per_token": size / max(tokens, 1),
         "ratio_to_bf16": bf16_size / max(size, 1),
         "relative_error_p99": max(errors, default=0.0),
+    }
+
+
+def total_summary(output: Path, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The summary of all ranks: of the corpus as rank 0 has it, sums, and what is on the disk."""
+    dataset = Dataset.open(output)
+    records = dataset.committed().values()
+    first = shares[0]
+    own = {"shards of rank", "shards", "documents", "seconds"}
+    summed = ("shards_written_now", "broken_documents", "tokens_per_second")
+    return {
+        **{name: value for name, value in first.items() if name not in own},
+        "shards": len(records),
+        "documents": sum(record.documents for record in records),
+        **{name: sum(share[name] for share in shares) for name in summed},
+        **_disk_facts([ShardReader(dataset, record) for record in records]),
     }

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = {
     0: {"__init__", "config", "facts", "world", "metrics", "prefetch", "files"},
-    1: {"spec", "codec", "mask", "optim", "commit", "packed", "fp8"},
+    1: {"spec", "codec", "mask", "optim", "commit", "packed", "fp8", "launch"},
     2: {"conversations", "target", "drafter", "dataset", "direct"},
     3: {"shards", "checkpoint", "planning"},
     4: {"shard_set", "encoding"},
