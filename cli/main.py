@@ -1,6 +1,7 @@
 """The `dflash-offline` command. Imports no torch, so that `--help` answers at once."""
 
 import importlib
+import signal
 import sys
 from typing import NoReturn
 
@@ -45,15 +46,21 @@ def _is_out_of_memory(error: Exception) -> bool:
     return "can't allocate memory" in str(error)
 
 
+def _stop(*_: object) -> NoReturn:
+    """SIGTERM ends a command as ctrl-C does: what is open is put away first."""
+    raise KeyboardInterrupt
+
+
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage."""
+    signal.signal(signal.SIGTERM, _stop)
     try:
         cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped on request", err=True)
+        click.echo("stopped on request; what was finished is kept", err=True)
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)  # whoever read the output, `head` say, has seen enough

@@ -54,6 +54,24 @@ class Config:
             _check_range(rule, getattr(self, rule.name))
 
 
+def arguments_of(config: Config) -> list[str]:
+    """The command line that makes the same config."""
+    arguments: list[str] = []
+    for rule in fields(config):
+        name, value = option_name(rule.name), getattr(config, rule.name)
+        if value is None or value is False:
+            continue
+        if value is True:
+            arguments.append(name)
+        elif isinstance(value, tuple) and isinstance(value[0], Path):
+            arguments += [part for path in value for part in (name, str(path))]
+        elif isinstance(value, tuple):
+            arguments += [name, ",".join(map(str, value))]
+        else:
+            arguments += [name, str(value)]
+    return arguments
+
+
 DEVICES = ("auto", "cuda", "cpu")
 LARGEST_SEED = 2**31 - 1
 # Far above any use, low enough for a clear refusal where memory would run out first.
@@ -90,12 +108,26 @@ class ExtractConfig(Config):
     )
     shard_tokens: int = knob(65_536, "Most tokens in one shard.", minimum=1, maximum=2**31)
     batch_tokens: int = knob(
-        8192, "Padded tokens in one forward pass.", minimum=1, maximum=MOST_TOKENS
+        16_384,
+        "Tokens in one forward pass: a row of whole documents.",
+        minimum=1,
+        maximum=MOST_TOKENS,
+    )
+    gpus: int | None = knob(
+        None, "Processes on this host, one per GPU. Default: one for each GPU.", minimum=1
+    )
+    eager: bool = knob(False, "On a GPU, run the target's layers without compiling them.")
+    require_fast_kernels: bool = knob(
+        False, "Fail where a GPU would run a hybrid target's layers in plain torch."
     )
     calibration_tokens: int = knob(
         16_384, "Tokens that calibrate the codec, drawn from the whole corpus.", minimum=1
     )
-    dtype: str = knob("bfloat16", "Precision the target runs in.", choices=("bfloat16", "float32"))
+    dtype: str = knob(
+        "bfloat16",
+        "Precision the target runs in; fp8: the products of its large linears, the rest bfloat16.",
+        choices=("bfloat16", "float32", "fp8"),
+    )
     seed: int = knob(0, "Seed of the calibration sample.", minimum=0, maximum=LARGEST_SEED)
     device: str = knob("auto", "Where the target runs.", choices=DEVICES)
     trust_remote_code: bool = knob(False, "Run Python code that the target's folder brings along.")

@@ -54,6 +54,12 @@ class ProgressBar:
         self._bar = bar
         self._task = bar.add_task(label, total=total) if bar else None
 
+    def set_total(self, total: float) -> None:
+        """Tell what there is to do, once it is known."""
+        self.total = total
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=total)
+
     def advance(self, units: float = 1.0) -> None:
         self.done += units
         if self._bar is not None and self._task is not None:

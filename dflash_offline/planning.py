@@ -4,56 +4,73 @@ Every rank computes the same plan from the same corpus, so nobody has to hand ou
 finds the shards that are there under the names it expects.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from dflash_offline.conversations import Document
 
-# Documents are sorted by length inside windows of this size before shards are cut: batches then
-# hold about 1 % padding instead of 8 %.
+T = TypeVar("T")
+
+# Documents are dealt to rows inside windows of this size: rows are full but for 1 %, and what
+# is near in the corpus stays near in the store.
 WINDOW_TOKENS = 1_000_000
 
-Plan = Mapping[str, Sequence[Document]]
-"""Shard name -> its documents in order."""
+Row = Sequence[Document]
+"""Documents that the target runs over at once."""
+Plan = Mapping[str, Sequence[Row]]
+"""Shard name -> its rows in order."""
 
 
-def plan_shards(documents: Sequence[Document], shard_tokens: int) -> Plan:
-    """Whole documents in shards of at most `shard_tokens`; a longer one has a shard to itself."""
-    windows = _cut(documents, WINDOW_TOKENS)
-    in_order = [document for window in windows for document in sorted(window, key=len)]
-    return {f"shard-{i:06}": shard for i, shard in enumerate(_cut(in_order, shard_tokens))}
+def plan_shards(documents: Sequence[Document], *, shard_tokens: int, row_tokens: int) -> Plan:
+    """Rows of whole documents in shards of at most `shard_tokens`.
+
+    A document that is longer than a row or a shard has one to itself.
+    """
+    windows = _cut(documents, WINDOW_TOKENS, len)
+    row_tokens = min(row_tokens, shard_tokens)
+    rows = [row for window in windows for row in pack_rows(window, row_tokens)]
+    shards = _cut(rows, shard_tokens, row_length)
+    return {f"shard-{i:06}": shard for i, shard in enumerate(shards)}
 
 
-def _cut(documents: Sequence[Document], most_tokens: int) -> Iterator[list[Document]]:
-    part: list[Document] = []
+def row_length(row: Row) -> int:
+    """Tokens of its documents."""
+    return sum(map(len, row))
+
+
+def pack_rows(documents: Sequence[Document], row_tokens: int) -> Sequence[Row]:
+    """Documents in rows of at most `row_tokens`: the longest first, each where it fits best."""
+    rows: list[list[Document]] = []
+    space: list[tuple[int, int]] = []  # of each row that has some: tokens left, place in `rows`
+    for document in sorted(documents, key=len, reverse=True):
+        fit = bisect_left(space, (len(document), 0))
+        left, place = space.pop(fit) if fit < len(space) else (row_tokens, len(rows))
+        if place == len(rows):
+            rows.append([])
+        rows[place].append(document)
+        if left > len(document):
+            insort(space, (left - len(document), place))
+    return rows
+
+
+def _cut(items: Sequence[T], most_tokens: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    part: list[T] = []
     tokens = 0
-    for document in documents:
-        if part and tokens + len(document) > most_tokens:
+    for item in items:
+        if part and tokens + size(item) > most_tokens:
             yield part
             part, tokens = [], 0
-        part.append(document)
-        tokens += len(document)
+        part.append(item)
+        tokens += size(item)
     if part:
         yield part
 
 
-def cut_batches(documents: Sequence[Document], batch_tokens: int) -> Iterator[list[Document]]:
-    """Documents in order, as many at a time as fit `batch_tokens` padded to the longest."""
-    batch: list[Document] = []
-    longest = 0
-    for document in documents:
-        longest = max(longest, len(document))
-        if batch and longest * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch, longest = [], len(document)
-        batch.append(document)
-    if batch:
-        yield batch
-
-
 def draw_sample(documents: Sequence[Document], tokens: int, seed: int) -> list[Document]:
-    """Random documents with `tokens` tokens together, or all there are; shortest first."""
+    """Random documents with `tokens` tokens together, or all there are."""
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
     sample: list[Document] = []
     drawn = 0
@@ -62,4 +79,4 @@ def draw_sample(documents: Sequence[Document], tokens: int, seed: int) -> list[D
             break
         sample.append(documents[i])
         drawn += len(documents[i])
-    return sorted(sample, key=len)
+    return sample

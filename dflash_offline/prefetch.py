@@ -1,15 +1,18 @@
-"""Make the next item while the last one is used: one thread, a bounded queue.
+"""One thread and a bounded queue, ahead of the work (`prefetch`) or behind it (`Behind`).
 
-The thread reads, decodes and copies; it must never call anything compiled (torch.compile's tracing
-state is process-wide). Its exception surfaces at the next item, with its own traceback.
+The thread reads, decodes, copies and writes; it must never call anything compiled (torch.compile's
+tracing state is process-wide). Its exception surfaces at the next item or call, with its own
+traceback.
 """
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 Item = TypeVar("Item")
 
@@ -68,3 +71,35 @@ def prefetch(source: Iterator[Item], depth: int = 2) -> Iterator[Iterator[Item]]
         yield ready
     finally:
         ready.close()
+
+
+class Behind:
+    """Runs calls in order in a thread of its own, a few of them behind.
+
+    with Behind(depth=2) as behind:
+        behind.call(write, rows)
+
+    Leaving the block waits for all calls; an exception, of a call or of the block, drops those
+    that have not begun.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
+        self._waiting: deque[Future[Any]] = deque()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have `function` called; first waits until fewer than `depth` calls wait."""
+        while len(self._waiting) >= self._depth:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(function, *args))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        try:
+            while self._waiting and failure is None:
+                self._waiting.popleft().result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)

@@ -438,6 +438,12 @@ class ShardReader:
         commit = (self.path / "COMMIT.json").stat().st_size
         return commit + sum(facts["bytes"] for facts in self.files.values())
 
+    @property
+    def bf16_bytes(self) -> int:
+        """What its hidden states would take in bf16."""
+        states = self.codec.layers + (self.final_codec.layers if self.final_codec else 0)
+        return 2 * self.record.tokens * states * self.codec.width
+
     @cached_property
     def input_ids(self) -> Tensor:
         """int32 [N]"""

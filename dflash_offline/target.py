@@ -2,13 +2,13 @@
 
 TappedTarget runs the text tower only as deep as the deepest tap: no lm_head, no vision tower, no
 layer above. Forward hooks keep references to the tapped layers' outputs; layers add out of place,
-so nothing is copied. Rows of a batch are padded on the right and no attention mask is given: every
-layer is causal, so padding cannot reach a real token, and attention keeps its fast path. The price
-is that a state may differ by rounding between batches of different length.
+so nothing is copied. Documents run side by side in rows without padding (packed.py). The price is
+that a state may differ by rounding with its place in a row; that nothing else differs is tested
+each time a target is loaded.
 
 FrozenEnds reads embedding and lm_head straight from the safetensors; the target is not loaded.
 
-Letters: B documents of a batch, T tokens (padded), L tapped layers, D hidden, V vocabulary rows.
+Letters: T tokens of a document, N of a row, L tapped layers, D hidden, V vocabulary rows.
 """
 
 import sys
@@ -25,17 +25,16 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
 from dflash_offline.facts import Facts, failing_as, read_json, reason, shown
+from dflash_offline.fp8 import quantise_linears
+from dflash_offline.packed import PackedTower, has_fast_kernels, hybrid_names
 
-# Functions of the hybrid (gated delta rule) targets that transformers binds at import to an
-# installed package, whatever the device: module attribute -> what it computes.
-_HYBRID_FUNCTIONS = {
-    "torch_chunk_gated_delta_rule": "delta rule",
-    "causal_conv1d_fn": "convolution",
-    "torch_recurrent_gated_delta_rule": "",  # decoding only, as the next
-    "causal_conv1d_update": "",
-}
 _FINAL = -1  # the final hidden state's place among the layers' outputs
-_KERNEL_PACKAGES = ("fla", "causal_conv1d")
+# Of the documents that the self-test runs together: neither divides the delta rule's chunk of 64.
+_TEST_LENGTHS = (70, 133)
+_NOISE_FACTOR = 5
+# fla's delta rule keeps bf16 where transformers' reference keeps float32: 10 % after 62 random
+# layers, 9 % in a tiny model of long memory. What computes something else is off by 100 %.
+_FAST_KERNELS_DIFFER = 0.25
 
 EMBEDDING_KEYS = (
     "model.embed_tokens.weight",
@@ -50,22 +49,26 @@ class TappedTarget:
 
     def __init__(
         self,
-        tower: nn.Module,
-        layers: nn.ModuleList,
+        tower: Any,
         layer_ids: Sequence[int],
+        *,
         final_hidden: str = "none",
+        fp8: bool = False,
+        compiled_row: int | None = None,
     ) -> None:
-        self._tower = tower
-        self._states_BTD: dict[int, Tensor] = {}
+        self._tower, self._compiled_row = tower, compiled_row
+        self.device = next(tower.parameters()).device
+        self._packed = PackedTower(tower, fast=has_fast_kernels(self.device))
+        self._states_1ND: dict[int, Tensor] = {}
         self._kept = tuple(layer_ids)
+        layers = _decoder_layers(tower)
         for i in layer_ids:
             layers[i].register_forward_hook(self._keeper(i))
         if final_hidden != "none":
             self._kept += (_FINAL,)
             self._keep_final(after_norm=final_hidden == "after-norm")
-        self.device = next(tower.parameters()).device
-        # Triton kernels cannot run on a CPU, although transformers would call them there.
-        self._bypass = self._hybrid_functions() if self.device.type == "cpu" else {}
+        self.fp8_linears = 0
+        self._self_test(layers, fp8)
 
     @classmethod
     def load(
@@ -76,12 +79,16 @@ class TappedTarget:
         device: torch.device | str,
         dtype: torch.dtype,
         final_hidden: str = "none",
+        fp8: bool = False,
+        compiled_row: int | None = None,
         trust_remote_code: bool = False,
     ) -> "TappedTarget":
         """The target in `folder`, without what lies above the deepest of `target_layer_ids`.
 
         With `final_hidden` (before-norm or after-norm) it is loaded whole, but for its lm_head.
-        ValueError says why the folder cannot be loaded.
+        With `fp8` the large linears of its layers are quantised, whatever `dtype` the rest is in.
+        With `compiled_row` its layers are compiled for rows of that many tokens, which takes half
+        a minute and saves a sixth of the time. ValueError says why the folder cannot be loaded.
         """
         _weight_files(folder)  # a damaged file is named here; transformers names none
         depth = max(target_layer_ids) + 1 if final_hidden == "none" else None
@@ -98,41 +105,99 @@ class TappedTarget:
             )
         _check_loaded(folder, loading)
         tower = tower.to(device).eval().requires_grad_(False)
-        layers = _decoder_layers(tower, tower.config.num_hidden_layers)
-        return cls(tower, layers, target_layer_ids, final_hidden)
+        return cls(
+            tower,
+            target_layer_ids,
+            final_hidden=final_hidden,
+            fp8=fp8,
+            compiled_row=compiled_row,
+        )
 
-    @torch.inference_mode()
-    def taps(self, input_ids_BT: Tensor) -> Tensor:
-        """bf16 [B, T, L, D] on the device: the output of each tapped layer, before any norm.
+    @torch.no_grad()
+    def taps(self, documents: Sequence[Tensor]) -> Tensor:
+        """bf16 [N, L, D] on the device: the output of each tapped layer, before any norm.
 
-        The final hidden state, if it is asked for, is the last of the L.
+        Documents are ids, int [T]; N tokens of all of them in order run in one row. Compiled
+        layers know rows of one length, or, for a longer document, of its next multiple. The final
+        hidden state, if it is asked for, is the last of the L.
         """
-        with self._without_kernels():
-            self._tower(input_ids=input_ids_BT.to(self.device), use_cache=False)
-        taps_BTLD = torch.stack([self._states_BTD.pop(i) for i in self._kept], dim=2)
-        return taps_BTLD.to(torch.bfloat16)
+        tokens = sum(map(len, documents))
+        step = self._compiled_row or 1
+        self._packed.row(documents, -(-tokens // step) * step)
+        return self._take()[:tokens]
+
+    def _take(self) -> Tensor:
+        taps_NLD = torch.stack([self._states_1ND.pop(i)[0] for i in self._kept], dim=1)
+        return taps_NLD.to(torch.bfloat16)
 
     def describe_kernels(self) -> dict[str, str]:
         """What computes attention, and in a hybrid target the delta rule and convolution."""
-        config: Any = self._tower.config
-        kernels = {"attention": str(config._attn_implementation)}
-        for name, function in self._hybrid_functions().items():
-            if title := _HYBRID_FUNCTIONS[name]:
-                kernels[title] = "torch" if self._bypass else _implementation(function)
+        kernels = {"attention": "sdpa by document"}
+        if hybrid_names(self._tower):
+            by = "fla" if self._packed.fast else "torch"
+            kernels |= {"delta rule": by, "convolution": by}
+        if self.fp8_linears:
+            kernels["matmul"] = "fp8 e4m3 by row"
         return kernels
 
     def slow_path(self) -> str | None:
-        """A warning if a GPU runs a hybrid target's delta rule in plain torch."""
+        """What a user should know if a GPU runs a hybrid target's delta rule in plain torch."""
         if self.device.type == "cpu" or self.describe_kernels().get("delta rule") != "torch":
             return None
         return (
-            "warning: this hybrid target runs its delta rule in plain torch, about half as fast "
-            "as it could; pip install '.[gpu]' in its repository brings the kernels (fla-core)"
+            "this hybrid target runs its delta rule in plain torch, about half as fast as it "
+            "could; pip install '.[gpu]' in its repository brings the kernels (fla-core)"
         )
+
+    @torch.no_grad()
+    def _self_test(self, layers: nn.ModuleList, fp8: bool) -> None:
+        """ValueError if a document in a row gives other states than transformers gives it alone.
+
+        Rounding is measured, and allowed: a document alone against itself at the head of a longer
+        one, which no causal layer lets it see. A leak is some hundred times as large. On the way
+        the layers are quantised and compiled, so that the test is of what will run.
+        """
+        g = torch.Generator().manual_seed(0)
+        vocab = self._tower.get_input_embeddings().num_embeddings
+        one, two = (torch.randint(vocab, (n,), generator=g) for n in _TEST_LENGTHS)
+        exact = self._alone(one)
+        if fp8:
+            self.fp8_linears = quantise_linears(layers)
+        plain = self._alone(one)
+        noise = _distance(self._alone(torch.cat([one, two]))[: len(one)], plain)
+        if self._compiled_row:
+            for layer in layers:
+                layer.forward = torch.compile(layer.forward, dynamic=False)
+        apart = self.taps([one]), self.taps([two])
+        together = self.taps([one, two]).split(_TEST_LENGTHS)
+        self.self_test = {
+            "rounding": noise,
+            "kernels": _distance(apart[0], plain),
+            "rows": max(map(_distance, together, apart)),
+            **({"fp8": _distance(plain, exact)} if fp8 else {}),
+        }
+        eps = torch.finfo(next(self._tower.parameters()).dtype).eps
+        rounding = max(_NOISE_FACTOR * noise, 8 * eps)
+        is_other = self._packed.fast and bool(hybrid_names(self._tower))
+        limits = {
+            "kernels": max(rounding, _FAST_KERNELS_DIFFER) if is_other else rounding,
+            "rows": rounding,
+        }
+        for what, limit in limits.items():
+            if not self.self_test[what] <= limit:
+                raise ValueError(
+                    f"{type(self._tower).__name__} fails the self-test of {what}: states differ "
+                    f"by {self.self_test[what]:.1%} where rounding explains {limit:.1%}; its "
+                    "layers are of a kind that cannot be run over several documents at once"
+                )
+
+    def _alone(self, ids_T: Tensor) -> Tensor:
+        self._packed.alone(ids_T)
+        return self._take()
 
     def _keeper(self, layer_id: int) -> Callable[[nn.Module, Any, Any], None]:
         def keep(_layer: nn.Module, _inputs: Any, output: Any) -> None:
-            self._states_BTD[layer_id] = output[0] if isinstance(output, tuple) else output
+            self._states_1ND[layer_id] = output[0] if isinstance(output, tuple) else output
 
         return keep
 
@@ -145,24 +210,16 @@ class TappedTarget:
             )
 
         def keep(_norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self._states_BTD[_FINAL] = output if after_norm else inputs[0]
+            self._states_1ND[_FINAL] = output if after_norm else inputs[0]
 
         norm.register_forward_hook(keep)
 
-    def _hybrid_functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions of this target's module that transformers wrapped; empty if not hybrid."""
-        module = vars(sys.modules[type(self._tower).__module__])
-        return {n: module[n] for n in _HYBRID_FUNCTIONS if hasattr(module.get(n), "__wrapped__")}
 
-    @contextmanager
-    def _without_kernels(self) -> Iterator[None]:
-        """On a CPU, the plain torch functions stand in for the length of a forward pass."""
-        module = vars(sys.modules[type(self._tower).__module__])
-        module.update({n: vars(f)["__wrapped__"] for n, f in self._bypass.items()})
-        try:
-            yield
-        finally:
-            module.update(self._bypass)
+def _distance(ours_NLD: Tensor, theirs_NLD: Tensor) -> float:
+    """Largest relative L2 distance of a tap over all tokens; inf if it is not finite."""
+    theirs_NLD = theirs_NLD.double()
+    apart_L = (ours_NLD.double() - theirs_NLD).norm(dim=(0, 2)) / theirs_NLD.norm(dim=(0, 2))
+    return float(apart_L.nan_to_num(torch.inf).max())
 
 
 def _config_up_to(folder: Path, depth: int | None, trust_remote_code: bool) -> Any:
@@ -193,20 +250,12 @@ def _check_loaded(folder: Path, loading: dict[str, Any]) -> None:
         )
 
 
-def _decoder_layers(tower: nn.Module, depth: int) -> nn.ModuleList:
+def _decoder_layers(tower: Any) -> nn.ModuleList:
+    depth = tower.config.num_hidden_layers
     for module in tower.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ValueError(f"{type(tower).__name__} has no list of {depth} decoder layers to tap")
-
-
-def _implementation(function: Callable[..., Any]) -> str:
-    """The package that a wrapper of transformers calls: it holds the function in its closure."""
-    for cell in function.__closure__ or ():
-        package = str(getattr(cell.cell_contents, "__module__", "")).split(".")[0]
-        if package in _KERNEL_PACKAGES:
-            return package
-    return "torch"
 
 
 @contextmanager

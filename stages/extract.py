@@ -5,30 +5,34 @@ shards r, r + R, r + 2 R, ... and talks to nobody. Only the codec is settled onc
 to a seeded sample of the whole corpus, and the others wait for dataset.json. A run that was killed
 goes on with the shards that are missing, on any number of ranks.
 
-Letters: B documents of a batch, T tokens (padded), N tokens, L tapped layers (and the final hidden
+Letters: N tokens of a row, L tapped layers (and the final hidden
 state after them, if it is stored), D hidden.
 """
 
 import functools
+import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
-from dflash_offline.config import ExtractConfig
-from dflash_offline.conversations import Corpus, Document, read_documents
-from dflash_offline.dataset import FINAL_PREFIX, Dataset
+from dflash_offline.config import ExtractConfig, arguments_of
+from dflash_offline.conversations import Corpus, read_documents
+from dflash_offline.dataset import Dataset
+from dflash_offline.encoding import Encoded, keep_sound, make_encoder
+from dflash_offline.facts import read_json
 from dflash_offline.files import naming_full_disk, write_json
-from dflash_offline.metrics import progress, say
-from dflash_offline.planning import Plan, cut_batches, draw_sample, plan_shards
+from dflash_offline.launch import Ranks
+from dflash_offline.metrics import ProgressBar, progress, say
+from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
+from dflash_offline.prefetch import Behind
 from dflash_offline.shards import ShardReader, ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.target import TappedTarget
@@ -63,6 +67,49 @@ class Setup:
 
 
 def extract(config: ExtractConfig) -> dict[str, Any]:
+    """Write the shards that are missing, on all GPUs of this host; return the summary of all.
+
+    A process that a launcher started (torchrun, or this function) writes its rank's share alone.
+    """
+    size = processes(config)
+    return extract_share(config) if size == 1 else extract_on_all(config, size)
+
+
+def processes(config: ExtractConfig) -> int:
+    """How many to start here. ValueError if --gpus asks for more than there are."""
+    if "RANK" in os.environ:
+        return 1
+    available = torch.cuda.device_count() if config.device != "cpu" else 0
+    if available and config.gpus and config.gpus > available:
+        raise ValueError(f"--gpus is {config.gpus}, but torch sees {available}")
+    return config.gpus or max(available, 1)
+
+
+def extract_on_all(config: ExtractConfig, size: int) -> dict[str, Any]:
+    """One process per GPU; shows what all of them have committed."""
+    started = time.monotonic()
+    logs = logs_path(config.output)
+    for summary in logs.glob("rank-*.json"):
+        summary.unlink()
+    say(f"{size} processes, each with a log in {logs}")
+    with (
+        progress("extracting", total=None, unit="tok") as bar,
+        Ranks(["extract", *arguments_of(config)], size=size, logs=logs) as ranks,
+    ):
+        ranks.wait(lambda: show_committed(config.output, bar))
+    shares = [read_json(path) for path in sorted(logs.glob("rank-*.json"))]
+    return {**total_summary(config.output, shares), "seconds": time.monotonic() - started}
+
+
+def show_committed(output: Path, bar: ProgressBar) -> None:
+    """Advance the bar to what the manifests name."""
+    if Dataset.exists(output):
+        dataset = Dataset.open(output)
+        bar.set_total(dataset.contract["tokens"])
+        bar.advance(sum(r.tokens for r in dataset.committed().values()) - bar.done)
+
+
+def extract_share(config: ExtractConfig) -> dict[str, Any]:
     """Write those of this rank's shards that are missing; return the summary of all its shards."""
     started = time.monotonic()
     setup = prepare(config)
@@ -71,6 +118,8 @@ def extract(config: ExtractConfig) -> dict[str, Any]:
         missing = resume(setup, dataset)
         writing = write_shards(setup, dataset, missing) if missing else 0.0
     summary = summarize(setup, dataset, missing, writing)
+    if setup.world.size > 1:
+        write_json(logs_path(config.output) / f"rank-{setup.world.rank:02}.json", summary)
     return {**summary, "seconds": time.monotonic() - started}
 
 
@@ -96,7 +145,9 @@ def prepare(config: ExtractConfig) -> Setup:
             trust_remote_code=config.trust_remote_code,
             on_bytes=bar.advance,
         )
-    plan = plan_shards(corpus.documents, config.shard_tokens)
+    plan = plan_shards(
+        corpus.documents, shard_tokens=config.shard_tokens, row_tokens=config.batch_tokens
+    )
     say(
         f"{spec.name}: layers {list(layer_ids)} of {spec.num_layers}; {len(corpus.documents):,} "
         f"documents of at most {max_length:,} tokens, {corpus.tokens:,} in all, in {len(plan):,} "
@@ -111,15 +162,27 @@ def load_target(setup: Setup) -> TappedTarget:
         config.target,
         target_layer_ids=setup.layer_ids,
         device=setup.world.device,
-        dtype=getattr(torch, config.dtype),
+        dtype=torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype),
+        fp8=config.dtype == "fp8",
         final_hidden=config.final_hidden,
+        compiled_row=config.batch_tokens if compiles(setup) else None,
         trust_remote_code=config.trust_remote_code,
     )
     kernels = ", ".join(f"{name}: {by}" for name, by in target.describe_kernels().items())
-    say(f"target runs on {setup.world.device} in {config.dtype}; {kernels}")
-    if warning := target.slow_path():
-        say(warning)
+    found = ", ".join(f"{name} {value:.2%}" for name, value in target.self_test.items())
+    how = "compiled" if compiles(setup) else "not compiled"
+    say(f"target runs on {setup.world.device} in {config.dtype}, {how}; {kernels}")
+    say(f"self-test passed, states differ by: {found}")
+    if slow := target.slow_path():
+        if config.require_fast_kernels:
+            raise ValueError(f"--require-fast-kernels: {slow}")
+        say(f"warning: {slow}")
     return target
+
+
+def compiles(setup: Setup) -> bool:
+    """Whether layers are compiled: on a CPU it takes longer than it saves."""
+    return setup.world.device.type == "cuda" and not setup.config.eager
 
 
 def open_dataset(setup: Setup) -> Dataset:
@@ -130,6 +193,7 @@ def open_dataset(setup: Setup) -> Dataset:
         return Dataset.open(path, contract=contract)
     if not Dataset.exists(path):  # kernels are known by loading the target, which now has to be
         contract["kernels"] = describe_kernels(setup)
+        contract["self_test"] = setup.target.self_test
     dataset = Dataset.create_or_resume(
         path,
         contract=contract,
@@ -140,6 +204,11 @@ def open_dataset(setup: Setup) -> Dataset:
     resolved = {**asdict(setup.config), "target_layer_ids": setup.layer_ids}
     write_json(config_path(path), resolved)
     return dataset
+
+
+def logs_path(output: Path) -> Path:
+    """Beside the data set, as the configuration: what each process of several says."""
+    return output.resolve().with_name(f"{output.resolve().name}.logs")
 
 
 def config_path(output: Path) -> Path:
@@ -166,6 +235,7 @@ def make_contract(setup: Setup) -> dict[str, Any]:
         "documents": len(corpus.documents),
         "tokens": corpus.tokens,
         "shard_tokens": config.shard_tokens,
+        "batch_tokens": config.batch_tokens,
     }
 
 
@@ -225,15 +295,18 @@ def needs_sample(config: ExtractConfig) -> bool:
 
 
 def run_sample(setup: Setup) -> Tensor:
-    """States bf16 [N, L, D] of documents drawn from the whole corpus, to calibrate codecs on."""
+    """States bf16 [N, L, D] of documents drawn from the whole corpus, to calibrate codecs on.
+
+    They stay on the target's device: medians of 16,384 tokens take 10 s on one CPU core.
+    """
     config = setup.config
     sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
     parts: list[Tensor] = []
     with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
-        for batch in cut_batches(sample, config.batch_tokens):
-            taps_NLD = run_target(setup.target, batch)
-            parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)].cpu())
-            bar.advance(sum(map(len, batch)))
+        for row in pack_rows(sample, config.batch_tokens):
+            taps_NLD = run_target(setup.target, row)
+            parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)])
+            bar.advance(row_length(row))
     sample_NLD = torch.cat(parts)
     if not len(sample_NLD):
         raise ValueError(_all_broken(len(sample)))
@@ -261,11 +334,9 @@ def _all_broken(documents: int) -> str:
     )
 
 
-def run_target(target: TappedTarget, batch: Sequence[Document]) -> Tensor:
-    """bf16 [N, L, D] on the target's device: the states of all tokens of the batch in order."""
-    ids_BT = pad_sequence([document.input_ids for document in batch], batch_first=True)
-    taps_BTLD = target.taps(ids_BT)
-    return torch.cat([taps_BTLD[i, : len(document)] for i, document in enumerate(batch)])
+def run_target(target: TappedTarget, row: Row) -> Tensor:
+    """bf16 [N, L, D] on the target's device: the states of all tokens of the row in order."""
+    return target.taps([document.input_ids for document in row])
 
 
 def resume(setup: Setup, dataset: Dataset) -> list[str]:
@@ -284,67 +355,63 @@ def resume(setup: Setup, dataset: Dataset) -> list[str]:
 def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
     """Run the target over the shards' documents, encode on its device, write and commit.
 
-    Returns the seconds it took, the loading of the target left out.
+    Copying to the CPU and writing happen a row or two behind the target. Returns the seconds it
+    took, the loading of the target left out.
     """
     dataset.refuse_other_kernels(describe_kernels(setup))
     encode = make_encoder(dataset, setup.world.device)
     started = time.monotonic()
-    tokens = sum(len(document) for name in names for document in setup.plan[name])
-    with progress("extracting", total=tokens, unit="tok") as bar:
+    tokens = sum(row_length(row) for name in names for row in setup.plan[name])
+    with (
+        progress("extracting", total=tokens, unit="tok") as bar,
+        ShardStore(setup, dataset) as store,
+        Behind(depth=2) as behind,
+    ):
         for name in names:
-            limit = setup.config.max_codec_error
-            with ShardWriter(dataset, name, rank=setup.world.rank, largest_error=limit) as writer:
-                for batch in cut_batches(setup.plan[name], setup.config.batch_tokens):
-                    planes, facts_NL4 = encode(run_target(setup.target, batch))
-                    documents, planes, facts_NL4 = keep_sound(batch, planes, facts_NL4)
-                    if documents:
-                        writer.append(documents, planes, facts_NL4)
-                    bar.advance(sum(map(len, batch)))
-                writer.commit()
+            behind.call(store.begin, name)
+            for row in setup.plan[name]:
+                behind.call(store.add, row, encode(run_target(setup.target, row)))
+                bar.advance(row_length(row))
+            behind.call(store.commit)
     return time.monotonic() - started
 
 
-def make_encoder(
-    dataset: Dataset, device: torch.device
-) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
-    """States on `device` -> planes on the CPU, and the facts of `measure` about them."""
-    codecs = [("", dataset.codec.to(device))]
-    if dataset.final_codec:
-        codecs.append((FINAL_PREFIX, dataset.final_codec.to(device)))
+class ShardStore:
+    """The shard that is being written; `begin`, `add` and `commit` run behind the target."""
 
-    def encode(taps_NLD: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        parts = taps_NLD.split([codec.layers for _, codec in codecs], dim=1)
-        planes: dict[str, Tensor] = {}
-        facts: list[Tensor] = []
-        for (prefix, codec), part_NLD in zip(codecs, parts, strict=True):
-            coded = codec.encode(part_NLD)
-            facts.append(measure(part_NLD, codec.decode(coded)))
-            planes |= {prefix + name: plane.cpu() for name, plane in coded.items()}
-        return planes, torch.cat(facts, 1).cpu()
+    def __init__(self, setup: Setup, dataset: Dataset) -> None:
+        self._dataset, self._rank = dataset, setup.world.rank
+        self._largest_error = setup.config.max_codec_error
+        self._open: ShardWriter | None = None
 
-    return encode
+    def begin(self, name: str) -> None:
+        self._open = ShardWriter(
+            self._dataset, name, rank=self._rank, largest_error=self._largest_error
+        )
 
+    def add(self, row: Row, encoded: Encoded) -> None:
+        assert self._open
+        encoded.wait()
+        documents, planes, facts_NL4 = keep_sound(row, encoded.planes, encoded.facts_NL4)
+        if documents:
+            self._open.append(documents, planes, facts_NL4)
 
-def keep_sound(
-    batch: Sequence[Document], planes: dict[str, Tensor], facts_NL4: Tensor
-) -> tuple[Sequence[Document], dict[str, Tensor], Tensor]:
-    """The batch without documents that have a state that is inf, NaN or zero throughout."""
-    largest_NL = facts_NL4[..., 2]
-    sound_N = (facts_NL4.isfinite().all(-1) & (largest_NL > 0)).all(-1)
-    if sound_N.all():
-        return batch, planes, facts_NL4
-    kept: list[Document] = []
-    keep_N = torch.zeros_like(sound_N)
-    start = 0
-    for document in batch:
-        own = slice(start, start := start + len(document))
-        if sound_N[own].all():
-            kept.append(document)
-            keep_N[own] = True
-        else:
-            bad = int((~sound_N[own]).sum())
-            say(f"warning: document {document.index} left out: broken states of {bad} tokens")
-    return kept, {name: plane[keep_N] for name, plane in planes.items()}, facts_NL4[keep_N]
+    def commit(self) -> None:
+        assert self._open
+        self._open.commit()
+        self._close()
+
+    def _close(self) -> None:
+        """What was not committed is gone."""
+        if self._open:
+            self._open.__exit__()
+            self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
 
 def summarize(
@@ -353,7 +420,8 @@ def summarize(
     """What became of the conversations, and what stands on the disk of this rank's shards."""
     records = dataset.committed()
     own = [records[name] for name in setup.own_shards]
-    planned, documents = sum(len(setup.plan[r.name]) for r in own), sum(r.documents for r in own)
+    planned = sum(len(row) for record in own for row in setup.plan[record.name])
+    documents = sum(record.documents for record in own)
     if planned and not documents:
         raise ValueError(_all_broken(planned))
     tokens_now = sum(record.tokens for record in own if record.name in written)
@@ -365,7 +433,7 @@ def summarize(
         "shards_written_now": len(written),
         "documents": documents,
         "broken_documents": planned - documents,
-        **_disk_facts(setup, [ShardReader(dataset, record) for record in own]),
+        **_disk_facts([ShardReader(dataset, record) for record in own]),
         "tokens_per_second": tokens_now / max(seconds, 1e-9),
         "written to": str(setup.config.output),
     }
@@ -378,11 +446,10 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return {**counts, **{f"dropped ({why})": n for why, n in sorted(dropped.items())}}
 
 
-def _disk_facts(setup: Setup, readers: Sequence[ShardReader]) -> dict[str, Any]:
+def _disk_facts(readers: Sequence[ShardReader]) -> dict[str, Any]:
     tokens = sum(reader.record.tokens for reader in readers)
     size = sum(reader.bytes for reader in readers)
-    states = len(setup.layer_ids) + (setup.config.final_hidden != "none")
-    bf16_size = tokens * states * setup.spec.hidden_size * 2
+    bf16_size = sum(reader.bf16_bytes for reader in readers)
     errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.statistics]
     return {
         "tokens": tokens,
@@ -390,4 +457,20 @@ def _disk_facts(setup: Setup, readers: Sequence[ShardReader]) -> dict[str, Any]:
         "bytes_per_token": size / max(tokens, 1),
         "ratio_to_bf16": bf16_size / max(size, 1),
         "relative_error_p99": max(errors, default=0.0),
+    }
+
+
+def total_summary(output: Path, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The summary of all ranks: of the corpus as rank 0 has it, sums, and what is on the disk."""
+    dataset = Dataset.open(output)
+    records = dataset.committed().values()
+    first = shares[0]
+    own = {"shards of rank", "shards", "documents", "seconds"}
+    summed = ("shards_written_now", "broken_documents", "tokens_per_second")
+    return {
+        **{name: value for name, value in first.items() if name not in own},
+        "shards": len(records),
+        "documents": sum(record.documents for record in records),
+        **{name: sum(share[name] for share in shares) for name in summed},
+        **_disk_facts([ShardReader(dataset, record) for record in records]),
     }

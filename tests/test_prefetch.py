@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dflash_offline.prefetch import prefetch
+from dflash_offline.prefetch import Behind, prefetch
 
 
 def test_items_come_in_order_and_end():
@@ -49,3 +49,44 @@ def test_leaving_early_ends_the_thread():
     with prefetch(endless()) as items:
         next(items)
     assert "prefetch" not in {t.name for t in threading.enumerate()}
+
+
+def test_calls_are_made_in_order_and_all_of_them_before_the_block_is_left():
+    made = []
+    with Behind(depth=2) as behind:
+        for i in range(20):
+            behind.call(made.append, i)
+    assert made == list(range(20))
+
+
+def test_no_more_calls_than_the_depth_wait():
+    free, begun = threading.Event(), []
+
+    def wait(i):
+        begun.append(i)
+        free.wait(10)
+
+    with Behind(depth=2) as behind:
+        for i in range(2):
+            behind.call(wait, i)
+        third = threading.Thread(target=behind.call, args=(wait, 2))
+        third.start()
+        third.join(0.2)
+        assert third.is_alive() and begun == [0]
+        free.set()
+        third.join()
+    assert begun == [0, 1, 2]
+
+
+def test_an_error_of_a_call_surfaces_and_drops_the_calls_after_it():
+    made = []
+
+    def fail():
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"), Behind(depth=3) as behind:
+        behind.call(made.append, 0)
+        behind.call(fail)
+        for i in range(1, 9):
+            behind.call(made.append, i)
+    assert made[0] == 0 and len(made) < 9

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_target import VOCAB, build_tiny_target, reference_states
 from transformers import AutoModelForCausalLM
 
+from dflash_offline.packed import PackedTower
 from dflash_offline.target import FrozenEnds, TappedTarget
 
 LAYER_IDS = (0, 2, 5)
@@ -25,23 +26,23 @@ def random_ids(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_taps_are_hugging_face_hidden_states_after_each_layer(tiny_target, dtype):
-    ids = random_ids(2, 37)
-    taps = load(tiny_target, dtype=dtype).taps(ids)
-    states, _ = reference_states(tiny_target, ids, dtype)
-    assert taps.shape == (2, 37, 3, 64)
+    ids = random_ids(37)
+    taps = load(tiny_target, dtype=dtype).taps([ids])
+    states, _ = reference_states(tiny_target, ids[None], dtype)
+    assert taps.shape == (37, 3, 64)
     assert taps.dtype == torch.bfloat16
     for place, layer in enumerate(LAYER_IDS):
         # The stack goes on above the deepest tap, so no final norm is mixed into these.
-        assert torch.equal(taps[:, :, place], states[layer + 1].bfloat16())
+        assert torch.equal(taps[:, place], states[layer + 1][0].bfloat16())
 
 
 def test_last_layer_is_tapped_before_the_final_norm(tiny_target):
     target = load(tiny_target, (7,))
-    ids = random_ids(1, 21)
-    (taps,) = target.taps(ids).unbind(2)
-    states, model = reference_states(tiny_target, ids, torch.bfloat16)
-    assert torch.equal(model.model.norm(taps), states[-1])
-    assert not torch.equal(taps, states[-1])
+    ids = random_ids(21)
+    taps = target.taps([ids])[:, 0]
+    states, model = reference_states(tiny_target, ids[None], torch.bfloat16)
+    assert torch.equal(model.model.norm(taps), states[-1][0])
+    assert not torch.equal(taps, states[-1][0])
 
 
 def test_only_what_lies_below_the_deepest_tap_is_kept(tiny_qwen35):
@@ -50,67 +51,97 @@ def test_only_what_lies_below_the_deepest_tap_is_kept(tiny_qwen35):
     assert {name.split(".")[1] for name in names if name.startswith("layers.")} == set("01234")
 
 
-def padded(documents, padding):
-    return torch.nn.utils.rnn.pad_sequence(
-        documents, batch_first=True, padding_value=padding, padding_side="right"
-    )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_documents_of_a_row_do_not_see_each_other(tiny_target, dtype):
+    """Around the delta rule's chunk of 64, one token, and long ones; filled up like on a GPU."""
+    target = load(tiny_target, dtype=dtype)
+    documents = [random_ids(n, seed=n) for n in (1, 5, 63, 64, 65, 700)]
+    for row in (documents, documents[::-1]):
+        together = target.taps(row).split([len(ids) for ids in row])
+        target._compiled_row = 1024  # nothing is compiled here; the row is filled up
+        filled = target.taps(row).split([len(ids) for ids in row])
+        target._compiled_row = None
+        for ids, ours, ours_filled in zip(row, together, filled, strict=True):
+            states, _ = reference_states(tiny_target, ids[None], dtype)
+            theirs = torch.stack([states[i + 1][0] for i in LAYER_IDS], 1).float()
+            for found in (ours, ours_filled):
+                error = (found.float() - theirs).norm() / theirs.norm()
+                assert error < 3 * torch.finfo(torch.bfloat16).eps
 
 
-def test_padding_on_the_right_reaches_no_token(tiny_target):
-    target = load(tiny_target, dtype=torch.float32)
-    documents = [random_ids(n, seed=n) for n in (7, 30, 129)]
-    together = target.taps(padded(documents, 0))
-    other_padding = target.taps(padded(documents, 11))
-    for row, ids in enumerate(documents):
-        alone = target.taps(ids[None])[0]
-        ours = together[row, : len(ids)]
-        torch.testing.assert_close(ours, alone, rtol=2e-2, atol=1e-3)
-        assert torch.equal(ours, other_padding[row, : len(ids)])
+def test_a_document_of_4096_tokens_beside_others(tiny_qwen35):
+    target = load(tiny_qwen35)
+    documents = [random_ids(65), random_ids(4096, seed=1), random_ids(5)]
+    ours = target.taps(documents).split([65, 4096, 5])[1].float()
+    states, _ = reference_states(tiny_qwen35, documents[1][None], torch.bfloat16)
+    theirs = torch.stack([states[i + 1][0] for i in LAYER_IDS], 1).float()
+    assert (ours - theirs).norm() / theirs.norm() < 3 * torch.finfo(torch.bfloat16).eps
+
+
+def test_layers_that_leak_are_refused(tiny_qwen35, monkeypatch):
+    """A delta rule that runs over the borders, as transformers' own does in a packed row."""
+
+    def leaking(self):
+        functions = honest(self)
+        reference = self._plain["torch_chunk_gated_delta_rule"]
+
+        def over_borders(*args, cu_seqlens=None, **kwargs):
+            return reference(*args, **kwargs)
+
+        return functions | {"torch_chunk_gated_delta_rule": over_borders}
+
+    honest = PackedTower._hybrid_functions
+    monkeypatch.setattr(PackedTower, "_hybrid_functions", leaking)
+    with pytest.raises(ValueError, match="fails the self-test of rows: states differ by"):
+        load(tiny_qwen35)
+
+
+def test_attention_of_an_unknown_kind_is_refused(tiny_llama, monkeypatch):
+    attend = PackedTower._attend
+
+    def sharper(self, *args, scaling, **kwargs):
+        return attend(self, *args, scaling=2 * scaling, **kwargs)
+
+    monkeypatch.setattr(PackedTower, "_attend", sharper)
+    with pytest.raises(ValueError, match="self-test of kernels: states differ by"):
+        load(tiny_llama)
 
 
 def test_a_token_changes_no_state_before_it(tiny_target):
     target = load(tiny_target)
-    ids = random_ids(1, 50)
+    ids = random_ids(50)
     changed = ids.clone()
-    changed[0, 31] = (changed[0, 31] + 1) % VOCAB
-    before, after = target.taps(ids)[0], target.taps(changed)[0]
+    changed[31] = (changed[31] + 1) % VOCAB
+    before, after = target.taps([ids]), target.taps([changed])
     assert torch.equal(before[:31], after[:31])
     assert not torch.equal(before[31], after[31])
 
 
 def test_kernels_are_named(tiny_qwen35, tiny_llama):
-    assert load(tiny_llama).describe_kernels() == {"attention": "sdpa"}
+    assert load(tiny_llama).describe_kernels() == {"attention": "sdpa by document"}
     kernels = load(tiny_qwen35).describe_kernels()
-    assert kernels == {"attention": "sdpa", "delta rule": "torch", "convolution": "torch"}
+    by = "sdpa by document"
+    assert kernels == {"attention": by, "delta rule": "torch", "convolution": "torch"}
 
 
-def test_kernel_package_on_a_cpu_is_passed_by_and_named_elsewhere(tiny_qwen35, monkeypatch):
+def test_kernel_package_on_a_cpu_is_passed_by(tiny_qwen35, monkeypatch):
     """transformers binds fla at import whatever the device; its kernels cannot run on a CPU."""
-    target = load(tiny_qwen35)
-    module = sys.modules[type(target._tower).__module__]
+    expected = load(tiny_qwen35).taps([random_ids(19)])
+    module = sys.modules[type(load(tiny_qwen35)._tower).__module__]
     plain = module.torch_chunk_gated_delta_rule.__wrapped__
 
-    def kernel(*_args, **_kwargs):
+    def wrapped(*args, **kwargs):
         raise RuntimeError("0 active drivers")
 
-    def wrapped(*args, **kwargs):
-        return kernel(*args, **kwargs)
-
-    kernel.__module__ = "fla.ops.gated_delta_rule"
     wrapped.__wrapped__ = plain
-    expected = target.taps(random_ids(1, 19))
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", wrapped)
     target = load(tiny_qwen35)
-    assert torch.equal(target.taps(random_ids(1, 19)), expected)
+    assert torch.equal(target.taps([random_ids(19)]), expected)
     assert module.torch_chunk_gated_delta_rule is wrapped
     assert target.describe_kernels()["delta rule"] == "torch"
-    target._bypass = {}  # as on a GPU
-    assert target.describe_kernels()["delta rule"] == "fla"
-    with pytest.raises(RuntimeError, match="0 active drivers"):
-        target.taps(random_ids(1, 19))
 
 
-def test_slow_path_is_a_warning_on_a_gpu_only(tiny_qwen35, tiny_llama):
+def test_slow_path_is_told_of_on_a_gpu_only(tiny_qwen35, tiny_llama):
     hybrid, dense = load(tiny_qwen35), load(tiny_llama)
     assert hybrid.slow_path() is None
     hybrid.device = dense.device = torch.device("cuda")
