@@ -11,6 +11,7 @@ from dflash_offline import __version__
 
 # Commands by name -> the module that holds the click command of the same name.
 COMMANDS = {
+    "estimate": "dflash_offline.cli.estimate",
     "extract": "dflash_offline.cli.extract",
     "train": "dflash_offline.cli.train",
     "evaluate": "dflash_offline.cli.evaluate",

@@ -24,6 +24,12 @@ def knob(
     return field(metadata=rules) if default is MISSING else field(default=default, metadata=rules)
 
 
+def same_knob(config: type["Config"], name: str) -> Any:
+    """The knob of another command over again: default, help and range have one home."""
+    rule = next(rule for rule in fields(config) if rule.name == name)
+    return field(default=rule.default, metadata=rule.metadata)
+
+
 def option_name(field_name: str) -> str:
     """The command-line spelling of a config field: `row_tokens` -> `--row-tokens`."""
     return "--" + field_name.replace("_", "-")
@@ -113,6 +119,9 @@ class ExtractConfig(Config):
         minimum=1,
         maximum=MOST_TOKENS,
     )
+    allow_partial: bool = knob(
+        False, "Start even if the disk has no room for all of it; a warning says so."
+    )
     gpus: int | None = knob(
         None, "Processes on this host, one per GPU. Default: one for each GPU.", minimum=1
     )
@@ -131,6 +140,33 @@ class ExtractConfig(Config):
     seed: int = knob(0, "Seed of the calibration sample.", minimum=0, maximum=LARGEST_SEED)
     device: str = knob("auto", "Where the target runs.", choices=DEVICES)
     trust_remote_code: bool = knob(False, "Run Python code that the target's folder brings along.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(Config):
+    """What an extract will take, told beforehand."""
+
+    target: Path = same_knob(ExtractConfig, "target")
+    data: tuple[Path, ...] = same_knob(ExtractConfig, "data")
+    output: Path = knob(Path(), "Where the data set would go: whose free space is told.")
+    target_layer_ids: tuple[int, ...] | None = same_knob(ExtractConfig, "target_layer_ids")
+    codec: str = same_knob(ExtractConfig, "codec")
+    final_hidden: str = same_knob(ExtractConfig, "final_hidden")
+    final_codec: str = same_knob(ExtractConfig, "final_codec")
+    max_length: int = same_knob(ExtractConfig, "max_length")
+    shard_tokens: int = same_knob(ExtractConfig, "shard_tokens")
+    batch_tokens: int = same_knob(ExtractConfig, "batch_tokens")
+    gpus: int | None = knob(None, "GPUs to tell the time for. Default: 1, 2, 4 and 8.", minimum=1)
+    tflops: float = knob(
+        620.0,
+        "TFLOP/s of a GPU in the target's layers: what an H200 reaches in bf16; name your card's.",
+        minimum=1e-3,
+    )
+    sample_lines: int = knob(
+        1000, "Lines that are tokenised, drawn from all data files.", minimum=2
+    )
+    seed: int = knob(0, "Seed of that draw.", minimum=0, maximum=LARGEST_SEED)
+    json: bool = knob(False, "One JSON object instead of tables.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,6 +152,16 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{whole % 60:02}s" if minutes else f"{seconds:.1f}s"
 
 
+def bytes_text(count: float) -> str:
+    """`26007` -> `26.0 KB`: thousands, as disks are sold."""
+    unit = "B"
+    for larger in ("KB", "MB", "GB", "TB"):
+        if count < 999.95:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:,.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+
+
 class Pace:
     """What the time since the last log line was spent on, and what is left.
 

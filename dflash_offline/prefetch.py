@@ -79,25 +79,36 @@ class Behind:
     with Behind(depth=2) as behind:
         behind.call(write, rows)
 
-    Leaving the block waits for all calls; an exception, of a call or of the block, drops those
-    that have not begun.
+    Leaving the block waits for all calls. After an exception, of a call or the block, no further
+    call is made: what comes after may rely on what failed.
     """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
         self._waiting: deque[Future[Any]] = deque()
+        self._has_failed = False
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Have `function` called; first waits until fewer than `depth` calls wait."""
         while len(self._waiting) >= self._depth:
             self._waiting.popleft().result()
-        self._waiting.append(self._thread.submit(function, *args))
+        self._waiting.append(self._thread.submit(self._run, function, *args))
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            function(*args)
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, failure: object, *_: object) -> None:
+        self._has_failed |= failure is not None
         try:
             while self._waiting and failure is None:
                 self._waiting.popleft().result()

@@ -132,7 +132,7 @@ class ShardWriter:
         self.name = name
         self._dataset, self._rank, self._largest_error = dataset, rank, largest_error
         self._folder = dataset.temporary_folder(rank)
-        self._group = zarr.create_group(self._folder, zarr_format=3)
+        self._folder.mkdir()
         self._planes = {
             plane: PlaneWriter(
                 _plane_files(self._folder / plane, spec, CHUNK_TOKENS, ZARR_SHARD_TOKENS),
@@ -191,12 +191,13 @@ class ShardWriter:
         self._refuse_error(statistics)
         for writer in self._planes.values():
             writer.close()
+        group = zarr.create_group(self._folder, zarr_format=3)
         tokens = sum(len(document.input_ids) for document in self._documents)
         for plane, spec in self._dataset.plane_specs.items():
-            self._arrays[plane] = _create_array(self._group, plane, tokens, spec)
-        supervised = self._write_small_arrays()
+            self._arrays[plane] = _create_array(group, plane, tokens, spec)
+        supervised = self._write_small_arrays(group)
         counts = {"documents": len(self._documents), "tokens": tokens, "supervised": supervised}
-        self._group.attrs.update({**self._describe(statistics), **counts})
+        group.attrs.update({**self._describe(statistics), **counts})
         for synced in self._synced:
             synced.result()
         facts = {"shard": self.name, "dataset_sha256": self._dataset.sha256, **counts}
@@ -241,7 +242,7 @@ class ShardWriter:
             yield f"{name}/zarr.json"
             yield from _files_of_rows(name, array, 0, array.shape[0])
 
-    def _write_small_arrays(self) -> int:
+    def _write_small_arrays(self, group: Any) -> int:
         """All arrays but the planes'; returns how many tokens are supervised."""
         ids = [document.input_ids.numpy() for document in self._documents]
         masks = [document.loss_mask.numpy() for document in self._documents]
@@ -254,7 +255,7 @@ class ShardWriter:
             "supervised": np.array(supervised),
         }
         for name, spec in (_TOKEN_ARRAYS | _DOCUMENT_ARRAYS).items():
-            array = _create_array(self._group, name, len(content[name]), spec)
+            array = _create_array(group, name, len(content[name]), spec)
             array[:] = content[name].astype(spec.dtype)
             self._arrays[name] = array
         return sum(supervised)

@@ -34,6 +34,7 @@ from dflash_offline.metrics import ProgressBar, progress, say
 from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
 from dflash_offline.prefetch import Behind
 from dflash_offline.shards import ShardReader, ShardWriter
+from dflash_offline.sizing import ShardFormat, check_room
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.target import TappedTarget
 from dflash_offline.world import World, current_world
@@ -113,6 +114,7 @@ def extract_share(config: ExtractConfig) -> dict[str, Any]:
     """Write those of this rank's shards that are missing; return the summary of all its shards."""
     started = time.monotonic()
     setup = prepare(config)
+    refuse_full_disk(setup)
     with naming_full_disk(config.output):
         dataset = open_dataset(setup)
         missing = resume(setup, dataset)
@@ -154,6 +156,17 @@ def prepare(config: ExtractConfig) -> Setup:
         f"shards; rank {world.rank} of {world.size}"
     )
     return Setup(config, world, spec, layer_ids, max_length, corpus, plan)
+
+
+def refuse_full_disk(setup: Setup) -> None:
+    """ValueError if what all ranks together have still to write does not fit on the disk."""
+    config = setup.config
+    there = Dataset.open(config.output).committed() if Dataset.exists(config.output) else {}
+    missing = [rows for name, rows in setup.plan.items() if name not in there]
+    sizes = [(sum(map(len, rows)), sum(map(row_length, rows))) for rows in missing]
+    final_codec = None if config.final_hidden == "none" else config.final_codec
+    form = ShardFormat(config.codec, len(setup.layer_ids), setup.spec.hidden_size, final_codec)
+    check_room(config, form, sizes)
 
 
 def load_target(setup: Setup) -> TappedTarget:

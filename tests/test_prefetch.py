@@ -78,15 +78,30 @@ def test_no_more_calls_than_the_depth_wait():
     assert begun == [0, 1, 2]
 
 
-def test_an_error_of_a_call_surfaces_and_drops_the_calls_after_it():
-    made = []
+def test_an_error_of_a_call_surfaces_and_no_call_is_made_after_it():
+    made, queued = [], threading.Event()
 
     def fail():
+        queued.wait(10)  # until there are calls behind this one
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"), Behind(depth=3) as behind:
+    with pytest.raises(OSError, match="no space left"), Behind(depth=4) as behind:
         behind.call(made.append, 0)
         behind.call(fail)
-        for i in range(1, 9):
+        behind.call(made.append, 1)
+        behind.call(made.append, 2)
+        queued.set()
+        for i in range(3, 9):
             behind.call(made.append, i)
-    assert made[0] == 0 and len(made) < 9
+    assert made == [0]
+
+
+def test_an_error_of_the_block_lets_no_further_call_begin():
+    made, free = [], threading.Event()
+    with pytest.raises(KeyboardInterrupt), Behind(depth=9) as behind:
+        behind.call(free.wait, 10)
+        for i in range(5):
+            behind.call(made.append, i)
+        threading.Timer(0.2, free.set).start()
+        raise KeyboardInterrupt
+    assert made == []

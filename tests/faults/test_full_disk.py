@@ -48,7 +48,7 @@ def test_run_into_a_full_disk_commits_nothing_half_and_goes_on_with_more_room(vo
     committed = set()
     for size in range(1, needed, max(1, needed // 20)):
         volume.mount(f"size={size * PAGE}")
-        assert cli.run(*job.into(output), before=[volume.enter]).error
+        assert cli.run(*job.into(output), "--allow-partial", before=[volume.enter]).error
         assert seen.temporary(looked_at) == []
         committed.add(seen.assert_nothing_wrong(looked_at, job.documents))
         assert_goes_on(volume, cli, job)
@@ -60,7 +60,7 @@ def assert_goes_on(volume, cli, job):
     """With more room the same command finishes what an undisturbed run would have written."""
     kept = seen.stamps(volume.seen / "out")
     volume.resize(ENOUGH)
-    done = cli.run(*job.into(volume.path / "out"), before=[volume.enter])
+    done = cli.run(*job.into(volume.path / "out"), "--allow-partial", before=[volume.enter])
     assert done.code == 0, done.err
     assert kept.items() <= seen.stamps(volume.seen / "out").items()
     assert seen.temporary(volume.seen / "out") == []
@@ -70,7 +70,9 @@ def assert_goes_on(volume, cli, job):
 def test_disk_that_has_no_room_for_another_file_is_no_different(volume, cli, job):
     for files in (3, 8, 30, 70, 100):
         volume.mount(f"{ENOUGH},nr_inodes={files}")
-        assert cli.run(*job.into(volume.path / "out"), before=[volume.enter]).error
+        assert cli.run(
+            *job.into(volume.path / "out"), "--allow-partial", before=[volume.enter]
+        ).error
         seen.assert_nothing_wrong(volume.seen / "out", job.documents)
         volume.resize(f"{ENOUGH},nr_inodes=10000")
         assert_goes_on(volume, cli, job)
@@ -80,7 +82,7 @@ def test_disk_that_has_no_room_for_another_file_is_no_different(volume, cli, job
 def test_installed_program_is_stopped_by_a_full_disk_in_mid_shard(volume, cli, job):
     output = volume.path / "out"
     volume.mount(f"size={pages(job.whole) * PAGE // 2}")
-    command = volume.command(PROGRAM, *job.into(output))
+    command = volume.command(PROGRAM, *job.into(output), "--allow-partial")
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
@@ -92,7 +94,7 @@ def test_installed_program_is_stopped_by_a_full_disk_in_mid_shard(volume, cli, j
 
 def test_full_disk_is_told_in_one_clear_sentence(volume, cli, job):
     volume.mount(f"size={pages(job.whole) * PAGE // 2}")
-    error = cli.run(*job.into(volume.path / "out"), before=[volume.enter]).error
+    error = cli.run(*job.into(volume.path / "out"), "--allow-partial", before=[volume.enter]).error
     assert "the disk is full" in error
     assert str(volume.path / "out") in error
     assert "free space and run the same command again" in error
