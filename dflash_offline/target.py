@@ -11,27 +11,25 @@ FrozenEnds reads embedding and lm_head straight from the safetensors; the target
 Letters: T tokens of a document, N of a row, L tapped layers, D hidden, V vocabulary rows.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
-from transformers.utils import logging as transformers_logging
 
-from dflash_offline.facts import Facts, failing_as, read_json, reason, shown
+from dflash_offline.facts import Facts
 from dflash_offline.fp8 import quantise_linears
 from dflash_offline.packed import PackedTower, has_fast_kernels, hybrid_names
+from dflash_offline.skeleton import build_skeleton
+from dflash_offline.weights import Weights
 
 _FINAL = -1  # the final hidden state's place among the layers' outputs
 # Of the documents that the self-test runs together: neither divides the delta rule's chunk of 64.
 _TEST_LENGTHS = (70, 133)
 _NOISE_FACTOR = 5
+_LEAST_ROUNDING = 1e-3  # in float32, where a short test may meet hardly any
 # fla's delta rule keeps bf16 where transformers' reference keeps float32: 10 % after 62 random
 # layers, 9 % in a tiny model of long memory. What computes something else is off by 100 %.
 _FAST_KERNELS_DIFFER = 0.25
@@ -90,23 +88,16 @@ class TappedTarget:
         With `compiled_row` its layers are compiled for rows of that many tokens, which takes half
         a minute and saves a sixth of the time. ValueError says why the folder cannot be loaded.
         """
-        _weight_files(folder)  # a damaged file is named here; transformers names none
-        depth = max(target_layer_ids) + 1 if final_hidden == "none" else None
-        # The weights left out on purpose would fill a screen.
-        with failing_as(f"{folder} cannot be loaded as a target"), _quiet():
-            tower, loading = AutoModel.from_pretrained(
-                folder,
-                config=_config_up_to(folder, depth, trust_remote_code),
-                dtype=dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # named below; transformers only logs them
-                output_loading_info=True,
-            )
-        _check_loaded(folder, loading)
-        tower = tower.to(device).eval().requires_grad_(False)
+        weights = Weights(folder, device)  # a damaged file is named before anything is built
+        tower = build_skeleton(
+            folder,
+            depth=max(target_layer_ids) + 1 if final_hidden == "none" else None,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        weights.fill(tower)
         return cls(
-            tower,
+            tower.to(device),  # its buffers; the weights are there
             target_layer_ids,
             final_hidden=final_hidden,
             fp8=fp8,
@@ -177,7 +168,7 @@ class TappedTarget:
             **({"fp8": _distance(plain, exact)} if fp8 else {}),
         }
         eps = torch.finfo(next(self._tower.parameters()).dtype).eps
-        rounding = max(_NOISE_FACTOR * noise, 8 * eps)
+        rounding = max(_NOISE_FACTOR * noise, 8 * eps, _LEAST_ROUNDING)
         is_other = self._packed.fast and bool(hybrid_names(self._tower))
         limits = {
             "kernels": max(rounding, _FAST_KERNELS_DIFFER) if is_other else rounding,
@@ -222,56 +213,12 @@ def _distance(ours_NLD: Tensor, theirs_NLD: Tensor) -> float:
     return float(apart_L.nan_to_num(torch.inf).max())
 
 
-def _config_up_to(folder: Path, depth: int | None, trust_remote_code: bool) -> Any:
-    """The config of a text tower of `depth` layers, or of all that it has."""
-    text = AutoConfig.from_pretrained(
-        folder, trust_remote_code=trust_remote_code
-    ).get_text_config()
-    if depth is None:
-        return text
-    text.num_hidden_layers = depth
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:depth]
-    return text
-
-
-def _check_loaded(folder: Path, loading: dict[str, Any]) -> None:
-    """ValueError unless the weights are all there and have the shapes of the config."""
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(
-            f"{folder} lacks {len(missing)} weights of its text tower, {', '.join(missing[:3])} "
-            "among them; the target's folder is incomplete"
-        )
-    if mismatched := sorted(loading["mismatched_keys"]):
-        name, found, expected = mismatched[0]
-        raise ValueError(
-            f"{folder}: {len(mismatched)} weights do not fit its config.json: {name} is "
-            f"{tuple(found)}, by the config {tuple(expected)}"
-        )
-
-
 def _decoder_layers(tower: Any) -> nn.ModuleList:
     depth = tower.config.num_hidden_layers
     for module in tower.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module
     raise ValueError(f"{type(tower).__name__} has no list of {depth} decoder layers to tap")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings of transformers', and no progress bar where nobody watches."""
-    verbosity = transformers_logging.get_verbosity()
-    hide_bar = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    transformers_logging.set_verbosity_error()
-    if hide_bar:
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if hide_bar:
-            transformers_logging.enable_progress_bar()
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,11 +237,11 @@ class FrozenEnds:
     @classmethod
     def load(cls, folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> "FrozenEnds":
         """From the folder's safetensors. ValueError or FileNotFoundError names what is missing."""
-        files = _weight_files(folder)
-        embedding = _read(folder, files, EMBEDDING_KEYS).to(device, dtype)
-        if _is_tied(folder, files):
+        weights = Weights(folder, device)
+        embedding = weights.first(EMBEDDING_KEYS, dtype)
+        if _is_tied(weights):
             return cls(embedding, embedding)
-        lm_head = _read(folder, files, LM_HEAD_KEYS).to(device, dtype)
+        lm_head = weights.first(LM_HEAD_KEYS, dtype)
         if lm_head.shape != embedding.shape:
             raise ValueError(
                 f"{folder}: lm_head is {tuple(lm_head.shape)}, the embedding "
@@ -303,61 +250,10 @@ class FrozenEnds:
         return cls(embedding, lm_head)
 
 
-def _is_tied(folder: Path, files: dict[str, Path]) -> bool:
+def _is_tied(weights: Weights) -> bool:
     """As the config says; if it says nothing, whether a head of its own is missing."""
-    config = Facts.read(folder / "config.json")
+    config = Facts.read(weights.folder / "config.json")
     for part in (config, config.inner("text_config")):
         if part.has("tie_word_embeddings"):
             return bool(part.flag("tie_word_embeddings", None))
-    return not any(key in files for key in LM_HEAD_KEYS)
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Weight name -> the safetensors file that holds it, sharded or not."""
-    files: dict[str, Path] = {}
-    for path in _weight_paths(folder):
-        with _opened(path) as weights:
-            files |= dict.fromkeys(weights.keys(), path)
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no .safetensors file; convert the model first")
-    return files
-
-
-def _weight_paths(folder: Path) -> list[Path]:
-    """In transformers' order: one whole file goes before an index."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists():
-        return [whole]
-    return _indexed(index) if index.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, all of its own folder and of those the identity covers."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ValueError(f"{index}: weight_map is {shown(names)}; it must name each weight's file")
-    for name in names.values():
-        is_name = isinstance(name, str) and Path(name).name == name
-        if not is_name or not name.endswith(".safetensors"):
-            raise ValueError(
-                f"{index} names {shown(name)}, which is no .safetensors file of that folder"
-            )
-    return [index.with_name(name) for name in sorted(set(names.values()))]
-
-
-def _read(folder: Path, files: dict[str, Path], names: Sequence[str]) -> Tensor:
-    for name in names:
-        if name in files:
-            with _opened(files[name]) as weights:
-                tensor: Tensor = weights.get_tensor(name)
-                return tensor
-    raise ValueError(f"{folder} has none of the weights {', '.join(names)}")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as weights:
-            yield weights
-    except (SafetensorError, OSError) as error:  # the latter may name no file
-        raise ValueError(f"{path} is not a whole safetensors file: {reason(error)}") from None
+    return not any(key in weights for key in LM_HEAD_KEYS)

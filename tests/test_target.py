@@ -322,6 +322,6 @@ def test_full_memory_is_not_blamed_on_the_target(tiny_llama, monkeypatch):
     def fill(*_args, **_kwargs):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("dflash_offline.target.AutoModel.from_pretrained", fill)
+    monkeypatch.setattr("dflash_offline.skeleton.AutoModel.from_config", fill)
     with pytest.raises(torch.OutOfMemoryError):
         load(tiny_llama)
