@@ -1,23 +1,26 @@
 """What makes a shard committed: COMMIT.json over its files, and a line in a manifest.
 
-COMMIT.json holds bytes and crc32 of every file of the shard, the crc32c of each chunk of its
-planes, by which a read knows its chunk, and the hash of the data set that it belongs to. The
-manifest line holds the counts and the crc32c of COMMIT.json, and a crc32c of its own. Whatever is
-read back is checked against both, and what does not fit is named.
+COMMIT.json holds bytes and checksums of every file of the shard and the hash of the data set that
+it belongs to. The manifest line holds the counts, the crc32c of COMMIT.json and a crc32c of its
+own. Whatever is read back is checked against both, and what does not fit is named.
 
-Files are made of chunks that their own crc32c follows, and the crc32c of such a file is the same
-whatever it holds. So files are checked by the other polynomial (zlib's crc32, 4 GB/s on a core).
+The crc32c of a file made of chunks that their own crc32c follows is the same whatever it holds. So
+a plane's file has the list of its chunks' crc32c instead, by which a read knows its chunk too, and
+other files have zlib's crc32, of another polynomial.
 """
 
+import base64
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
 
 from dflash_offline.facts import read_small, shown
 from dflash_offline.files import sync
@@ -26,8 +29,11 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LARGEST_COMMIT = 1 << 26
 _LARGEST_COUNT = 1 << 40  # no shard comes near; what claims more is damaged
 
-Files = dict[str, dict[str, Any]]  # of a shard: path in it -> bytes, crc32, perhaps chunk_crc32c
-# By the key in COMMIT.json; schema 1 had crc32c, which sees less.
+# Of a shard: path in it -> bytes and crc32, or, of a plane's file, chunk_crc32c and index_entries.
+Files = dict[str, dict[str, Any]]
+CRC_BYTES = 4
+ABSENT = 2**64 - 1  # offset of a chunk that was left out
+# By the key in COMMIT.json; schema 1 had crc32c for all files, which sees less.
 _CHECKSUMS: dict[str, Callable[[bytes, int], int]] = {
     "crc32": zlib.crc32,
     "crc32c": lambda content, crc: google_crc32c.extend(crc, content),
@@ -60,6 +66,28 @@ def _checksum_of_file(path: Path, kind: str = "crc32") -> int:
 
 def _kind(facts: Mapping[str, Any]) -> str:
     return "crc32" if "crc32" in facts else "crc32c"
+
+
+def chunk_facts(size: int, crcs: Sequence[int], index_entries: int) -> dict[str, Any]:
+    """A plane's file for COMMIT.json: crc32c of its chunks in base64, half as long as in JSON."""
+    packed = base64.b64encode(np.array(crcs, "<u4").tobytes()).decode()
+    return {"bytes": size, "chunk_crc32c": packed, "index_entries": index_entries}
+
+
+def chunk_crcs(facts: Mapping[str, Any]) -> NDArray[Any] | None:
+    """crc32c of each chunk, uint32; None where schema 1 has none. ValueError if it is damaged."""
+    if "chunk_crc32c" not in facts:
+        return None
+    return np.frombuffer(base64.b64decode(facts["chunk_crc32c"], validate=True), "<u4")
+
+
+def _is_sound(facts: Mapping[str, Any]) -> bool:
+    if not is_count(facts["bytes"]):
+        return False
+    if "chunk_crc32c" in facts:
+        entries = facts["index_entries"]
+        return isinstance(facts["chunk_crc32c"], str) and is_count(entries) and entries < 1 << 20
+    return is_count(facts[_kind(facts)])
 
 
 def json_bytes(value: Any) -> bytes:
@@ -101,7 +129,7 @@ def read_manifest_line(line: bytes, where: str) -> ShardRecord:
 def seal(folder: Path, facts: Mapping[str, Any], *, known: Files, required: Iterable[str]) -> int:
     """Write COMMIT.json over all files and force everything to the disk; its own crc32c.
 
-    The files in `known` are on the disk already, with these bytes and crc32. ValueError, and no
+    The files in `known` are on the disk already and have these facts. ValueError, and no
     COMMIT.json, if one of `required` is not among the files, or one of `known` has another size.
     """
     paths = sorted(folder.rglob("*"))
@@ -156,10 +184,7 @@ def parse_commit(folder: Path, content: bytes) -> dict[str, Any]:
     """COMMIT.json as an object whose `files` can be relied on."""
     try:
         commit: dict[str, Any] = json.loads(content)
-        entries = commit["files"].values()
-        is_sound = all(
-            is_count(facts[key]) for facts in entries for key in ("bytes", _kind(facts))
-        )
+        is_sound = all(map(_is_sound, commit["files"].values()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_sound = False
     if not is_sound:
@@ -179,9 +204,37 @@ def check_sizes(folder: Path, files: Files) -> None:
 
 def check_checksums(folder: Path, files: Files) -> None:
     for name, facts in files.items():
-        kind = _kind(facts)
-        if _checksum_of_file(folder / name, kind) != facts[kind]:
-            raise damage(folder, name, f"does not match its {kind}")
+        if "chunk_crc32c" in facts:
+            _check_chunks(folder, name, facts)
+        elif _checksum_of_file(folder / name, _kind(facts)) != facts[_kind(facts)]:
+            raise damage(folder, name, f"does not match its {_kind(facts)}")
+
+
+def _check_chunks(folder: Path, name: str, facts: Mapping[str, Any]) -> None:
+    """Read a plane's file whole: its index leads to the chunks that were committed."""
+    index_bytes = 16 * facts["index_entries"]
+    end = facts["bytes"] - index_bytes - CRC_BYTES  # of the chunks
+    if end < 0:
+        raise damage(folder, name, "is too short for its index")
+    with (folder / name).open("rb") as file:
+        file.seek(end)
+        index, crc_of_index = file.read(index_bytes), file.read(CRC_BYTES)
+        is_sound = crc_of_index == _crc_bytes(google_crc32c.value(index))
+        entries = np.frombuffer(index, "<u8").reshape(-1, 2)
+        expected = chunk_crcs(facts)
+        present = entries[entries[:, 0] != ABSENT].tolist()
+        if not is_sound or expected is None or len(expected) != len(present):
+            raise damage(folder, name, "does not match its index")
+        for (offset, size), crc in zip(present, expected.tolist(), strict=True):
+            file.seek(min(offset, end))
+            chunk = file.read(min(size, end - min(offset, end)))
+            content, stored = chunk[:-CRC_BYTES], chunk[-CRC_BYTES:]
+            if google_crc32c.value(content) != crc or stored != _crc_bytes(crc):
+                raise damage(folder, name, "does not match the crc32c of its chunks")
+
+
+def _crc_bytes(crc: int) -> bytes:
+    return crc.to_bytes(CRC_BYTES, "little")
 
 
 def read_checked(folder: Path, file: str, files: Files) -> bytes:

@@ -7,11 +7,9 @@ holds at most one chunk in memory. A read goes from the file into the result wit
 (or is inflated into it), and every chunk is checked. Both ways are tested to agree with zarr.
 """
 
-import base64
 import math
 import os
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +20,7 @@ import numpy as np
 from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
-CRC_BYTES = 4
-_ABSENT = 2**64 - 1  # offset of a chunk that holds nothing but the fill value
+from dflash_offline.commit import ABSENT, CRC_BYTES, chunk_facts
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class PlaneFiles:
         self, descriptor: int, offset: int, size: int, chunk: NDArray[Any], path: Path
     ) -> int:
         """Fill `chunk`; the crc32c of what lies in the file."""
-        if offset == _ABSENT:
+        if offset == ABSENT:
             chunk.view(self.dtype)[:] = self.fill
             return 0
         if self.zstd_level is not None:
@@ -164,9 +161,8 @@ def _content_size(header: bytes) -> int | None:
 class PlaneWriter:
     """Writes the rows of one plane, in order, file after file.
 
-    `on_file` is told of each file that is complete, with its bytes, crc32 and `pack_crcs` of its
-    chunks. Nothing is on the
-    disk for certain before someone syncs it.
+    `on_file` is told of each file that is complete, with its facts for COMMIT.json. Nothing is on
+    the disk for certain before someone syncs it.
     """
 
     def __init__(
@@ -224,48 +220,34 @@ class PlaneWriter:
     def _end_file(self) -> None:
         assert self._file
         self._file.write(_bytes_of(self._index))
-        facts = {**self._file.close(), "chunk_crc32c": pack_crcs(self._crcs)}
-        path, self._file, self._index = self._file.path, None, self._empty_index()
-        self._crcs = []
-        self._on_file(path, facts)
+        done, self._file = self._file, None
+        done.close()
+        facts = chunk_facts(done.size, self._crcs, len(self._index))
+        self._crcs, self._index = [], self._empty_index()
+        self._on_file(done.path, facts)
 
     def _empty_index(self) -> NDArray[Any]:
-        return np.full((self._files.file_rows // self._files.chunk_rows, 2), _ABSENT, "<u8")
+        return np.full((self._files.file_rows // self._files.chunk_rows, 2), ABSENT, "<u8")
 
 
 class _CheckedFile:
-    """A file of pieces, each with its crc32c; keeps count of its size and of its own crc32."""
+    """A file of pieces, each with its crc32c."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.size = path, 0
         self._file = path.open("wb")
-        self._crc32 = 0
 
     def write(self, content: NDArray[np.uint8]) -> int:
         """Add a piece; its crc32c."""
         crc = int(google_crc32c.value(content))
-        stored = crc.to_bytes(CRC_BYTES, "little")
-        for piece in (content.data, stored):
-            self._file.write(piece)
-            self._crc32 = zlib.crc32(piece, self._crc32)
+        self._file.write(content.data)
+        self._file.write(crc.to_bytes(CRC_BYTES, "little"))
         self.size += len(content) + CRC_BYTES
         return crc
 
-    def close(self) -> dict[str, int]:
-        """Bytes and crc32 of the whole, as COMMIT.json has them."""
+    def close(self) -> None:
         self._file.close()
-        return {"bytes": self.size, "crc32": self._crc32}
-
-
-def pack_crcs(crcs: Sequence[int]) -> str:
-    """crc32c of chunks as text: base64 of uint32, 6 characters each instead of 12 in JSON."""
-    return base64.b64encode(np.array(crcs, "<u4").tobytes()).decode()
-
-
-def unpack_crcs(text: str) -> NDArray[Any]:
-    """ValueError if it is none that `pack_crcs` made."""
-    return np.frombuffer(base64.b64decode(text, validate=True), "<u4")
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:

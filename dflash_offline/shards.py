@@ -33,17 +33,19 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from dflash_offline.codec import ArraySpec
 from dflash_offline.commit import (
+    CRC_BYTES,
     Files,
     ShardRecord,
     check_checksums,
     check_sizes,
+    chunk_crcs,
     damage,
     read_checked,
     read_commit,
     seal,
 )
 from dflash_offline.dataset import FINAL_PREFIX, SCHEMA_VERSION, Dataset
-from dflash_offline.direct import CRC_BYTES, PlaneFiles, PlaneWriter, unpack_crcs
+from dflash_offline.direct import PlaneFiles, PlaneWriter
 from dflash_offline.files import sync
 
 if TYPE_CHECKING:  # its tokenizers take seconds to import
@@ -429,9 +431,7 @@ class ShardReader:
             raise damage(self.path, name, what) from None
 
     def _chunk_crcs(self, path: Path) -> NDArray[Any] | None:
-        """As COMMIT.json has them; schema 1 has none."""
-        text = self.files[path.relative_to(self.path).as_posix()].get("chunk_crc32c")
-        return None if text is None else unpack_crcs(text)
+        return chunk_crcs(self.files[path.relative_to(self.path).as_posix()])
 
     @property
     def bytes(self) -> int:
