@@ -14,8 +14,8 @@ def extract(**knobs: Any) -> None:
     """Run the target over conversations and store its hidden states; stage one.
 
     A line of DATA is {"messages": [...]}, {"prompt": ..., "response": ...} or {"input_ids": ...,
-    "loss_mask": ...}. A run that was stopped goes on when the same command is given again. Under
-    torchrun each rank writes its share of the shards.
+    "loss_mask": ...}. A run that was stopped goes on when the same command is given again. One
+    process per GPU is started; under torchrun each rank writes its share of the shards.
     """
     config = build(ExtractConfig, knobs)
     from dflash_offline.metrics import summary_table

@@ -3,12 +3,15 @@
 import importlib
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import click
 
 from dflash_offline import __version__
 
+EXIT_CRASHED, EXIT_STOPPED = 3, 130
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 # Commands by name -> the module that holds the click command of the same name.
 COMMANDS = {
     "estimate": "dflash_offline.cli.estimate",
@@ -48,13 +51,21 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _stop(*_: object) -> NoReturn:
-    """SIGTERM ends a command as ctrl-C does: what is open is put away first."""
+    """SIGTERM ends a command as ctrl-C does: what is open is put away first.
+
+    Once: launchers send both, and a second one would break into putting things away.
+    """
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage."""
-    signal.signal(signal.SIGTERM, _stop)
+    """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage.
+
+    A fault of the program or the machine ends in a traceback and exit 3.
+    """
+    before = {number: signal.signal(number, _stop) for number in _STOPPING}
     try:
         cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)
     except click.ClickException as error:
@@ -62,7 +73,7 @@ def main(args: list[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("stopped on request; what was finished is kept", err=True)
-        sys.exit(1)
+        sys.exit(EXIT_STOPPED)
     except BrokenPipeError:
         sys.exit(1)  # whoever read the output, `head` say, has seen enough
     except (ValueError, OSError) as error:
@@ -71,11 +82,19 @@ def main(args: list[str] | None = None) -> NoReturn:
         sys.exit(1)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
-            raise
+            traceback.print_exc()
+            sys.exit(EXIT_CRASHED)
         click.echo(
             f"Error: memory is full ({str(error).split('. ')[0]}); lower --batch-tokens or, in "
-            "training, --anchors, --row-tokens or the drafter's sizes",
+            "training, --anchors, --row-tokens or the drafter's sizes (a data set that is begun "
+            "keeps its --batch-tokens: choose another --output)",
             err=True,
         )
         sys.exit(1)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_CRASHED)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.exit(0)

@@ -4,13 +4,13 @@
       dataset.json             contract, codec and provenance; carries its own sha256
       calibration.safetensors  the codec's tensors, where it has any
       shards/NAME/             the arrays of one shard (shards.py says which)
-      shards/NAME/COMMIT.json  bytes and crc32c of every file of the shard, its data set's sha256
+      shards/NAME/COMMIT.json  bytes and checksums of all files, its data set's sha256
       manifest/rank-NN.jsonl   a line per committed shard, each with its own crc32c
       manifest/rank-NN.lock    held by the process that writes as this rank
 
 A shard is written under a temporary name, synced, renamed, and only then named in a manifest.
 Readers trust nothing else, so they may run while writers write, and a process killed at any moment
-leaves a shard whole or not there. Committing reads the shard back once for its checksums.
+leaves a shard whole or not there.
 
 Nothing here knows what is in a shard's files.
 """

@@ -1,12 +1,13 @@
 """One process per GPU from one command, each started again by itself if it dies.
 
-For work whose ranks share nothing (extraction): a rank that is killed loses what it had open, the
-others do not notice. Under torchrun or srun, which set RANK, nothing is started here.
+For work whose ranks share nothing (extraction): a rank that is killed or crashes loses what it had
+open, the others do not notice. Where a launcher has set RANK, nothing is started here.
 
 What a rank prints goes to a file of its own. Ranks end with their parent, however it ends.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from dflash_offline.metrics import say
 _MOST_RESTARTS = 3  # of one rank
 _POLL_SECONDS = 0.5
 _SECONDS_TO_STOP = 10.0
-_CODES_OF_OURS = (1, 2)  # an error in one sentence: to start again would end in the same one
+# An error in one sentence: to start again would end in the same one. Tracebacks have code 3.
+_CODES_OF_OURS = (1, 2)
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _SHOWN_LINES = 5  # of a failed rank's log
 _MAIN = "from dflash_offline.cli.main import main; main()"
@@ -40,6 +42,7 @@ class Ranks:
         self._arguments, self._size, self._logs = arguments, size, logs
         self._restarts = [0] * size
         logs.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(logs)
         for rank in range(size):
             self.log_path(rank).unlink(missing_ok=True)
         self._processes = [self._start(rank) for rank in range(size)]
@@ -86,6 +89,7 @@ class Ranks:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                process_group=0,  # ctrl-C reaches the parent alone, which asks them to stop
                 preexec_fn=partial(_end_with_parent, os.getpid()),
             )
 
@@ -102,6 +106,20 @@ class Ranks:
                 process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.wait()
+        os.close(self._lock)
+
+
+def _lock(logs: Path) -> int:
+    """Held while the ranks run; ValueError if those of another command do."""
+    descriptor = os.open(logs / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another command's processes write their logs to {logs}; wait for it or stop it"
+        ) from None
+    return descriptor
 
 
 def _end_with_parent(parent: int) -> None:

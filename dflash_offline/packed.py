@@ -65,7 +65,12 @@ class PackedTower:
         lengths = [len(ids) for ids in documents]
         filler = [length - sum(lengths)] if sum(lengths) < length else []
         ids_N = torch.cat([*documents, *(torch.zeros(n, dtype=torch.int32) for n in filler)])
-        positions_N = torch.cat([torch.arange(n) for n in (*lengths, *filler)])
+        # The filler's stay at 0: some rotary embeddings look at the largest position of a row.
+        positions = [
+            *map(torch.arange, lengths),
+            *(torch.zeros(n, dtype=torch.int64) for n in filler),
+        ]
+        positions_N = torch.cat(positions)
         self.borders.set([*lengths, *filler], self.device)
         AttentionInterface.register(ATTENTION, self._attention)  # another tower's may stand there
         with self._functions(self._own, ATTENTION):
@@ -89,7 +94,7 @@ class PackedTower:
     def _functions(
         self, functions: Mapping[str, Callable[..., Any]], attention: str
     ) -> Iterator[None]:
-        """Stand-ins for the length of a forward pass; other models of the class keep theirs."""
+        """Stand-ins in the model's module for a forward pass; others of the class keep theirs."""
         before = {name: self._module[name] for name in functions}
         self._module.update(functions)
         config: Any = self.tower.config
@@ -231,7 +236,6 @@ def _by_document(function: Callable[..., Any], dim: int) -> Callable[..., Any]:
 
     def call(borders: Borders, *args: Any, **kwargs: Any) -> Any:
         tokens = borders.spans[-1][1]
-        kwargs.pop("cu_seqlens", None)
 
         def cut(value: Any, start: int, stop: int) -> Any:
             is_row = isinstance(value, Tensor) and value.ndim > 2 and value.shape[dim] == tokens

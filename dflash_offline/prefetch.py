@@ -1,8 +1,8 @@
 """One thread and a bounded queue, ahead of the work (`prefetch`) or behind it (`Behind`).
 
 The thread reads, decodes, copies and writes; it must never call anything compiled (torch.compile's
-tracing state is process-wide). Its exception surfaces at the next item or call, with its own
-traceback.
+tracing state is process-wide). Its exception surfaces at the next item, or a few calls later, with
+its own traceback.
 """
 
 import queue

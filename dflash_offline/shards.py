@@ -333,6 +333,8 @@ class ShardReader:
     @property
     def statistics(self) -> list[dict[str, float]]:
         """Per tap, and of the final hidden state after them: range and error."""
+        if not self.record.tokens:  # all its documents were broken
+            return []
         states = self.codec.layers + (self.final_codec.layers if self.final_codec else 0)
         try:
             final = self.attributes.get("final_hidden", {"statistics": []})

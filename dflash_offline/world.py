@@ -60,16 +60,21 @@ class World:
             dist.barrier()
 
 
-def current_world(device: str) -> World:
-    """Rank facts from the environment. Starts no process group: extraction needs none.
-
-    Raises ValueError if `device` is cuda and there is none.
-    """
+def refuse_unset_rank() -> None:
+    """ValueError for a task of srun that does not know its rank: each would do all of the work."""
     if "RANK" not in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
         raise ValueError(
             f"srun started this as task {os.environ['SLURM_PROCID']}, but RANK is not set; start "
             "one torchrun per node, or set RANK, WORLD_SIZE and LOCAL_RANK"
         )
+
+
+def current_world(device: str) -> World:
+    """Rank facts from the environment. Starts no process group: extraction needs none.
+
+    Raises ValueError if `device` is cuda and there is none.
+    """
+    refuse_unset_rank()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if not 0 <= rank < size:

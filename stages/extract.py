@@ -14,6 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -37,12 +38,13 @@ from dflash_offline.shards import ShardReader, ShardWriter
 from dflash_offline.sizing import ShardFormat, check_room
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.target import TappedTarget
-from dflash_offline.world import World, current_world
+from dflash_offline.world import World, current_world, refuse_unset_rank
 
 LOSS_MASK_RULE = "after the generation prompt, through the end-of-turn token if produced"
 TRUNCATION_RULE = "the first max_length tokens of a document"
 
 _WAIT_SECONDS = 1800.0
+_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def processes(config: ExtractConfig) -> int:
     """How many to start here. ValueError if --gpus asks for more than there are."""
     if "RANK" in os.environ:
         return 1
+    refuse_unset_rank()
     available = torch.cuda.device_count() if config.device != "cpu" else 0
     if available and config.gpus and config.gpus > available:
         raise ValueError(f"--gpus is {config.gpus}, but torch sees {available}")
@@ -90,24 +93,34 @@ def extract_on_all(config: ExtractConfig, size: int) -> dict[str, Any]:
     """One process per GPU; shows what all of them have committed."""
     started = time.monotonic()
     logs = logs_path(config.output)
-    for summary in logs.glob("rank-*.json"):
-        summary.unlink()
     say(f"{size} processes, each with a log in {logs}")
     with (
         progress("extracting", total=None, unit="tok") as bar,
         Ranks(["extract", *arguments_of(config)], size=size, logs=logs) as ranks,
     ):
-        ranks.wait(lambda: show_committed(config.output, bar))
-    shares = [read_json(path) for path in sorted(logs.glob("rank-*.json"))]
+        ranks.wait(Committed(config.output, bar).show)
+    shares = [read_json(logs / f"rank-{rank:02}.json") for rank in range(size)]
     return {**total_summary(config.output, shares), "seconds": time.monotonic() - started}
 
 
-def show_committed(output: Path, bar: ProgressBar) -> None:
-    """Advance the bar to what the manifests name."""
-    if Dataset.exists(output):
-        dataset = Dataset.open(output)
-        bar.set_total(dataset.contract["tokens"])
-        bar.advance(sum(r.tokens for r in dataset.committed().values()) - bar.done)
+class Committed:
+    """Moves a bar to what the manifests name, now and then."""
+
+    def __init__(self, output: Path, bar: ProgressBar) -> None:
+        self._output, self._bar = output, bar
+        self._dataset: Dataset | None = None
+        self._looked = -_LOOK_SECONDS
+
+    def show(self) -> None:
+        if time.monotonic() - self._looked < _LOOK_SECONDS or not Dataset.exists(self._output):
+            return
+        self._looked = time.monotonic()
+        with suppress(OSError):  # a file system that stutters ends no extraction for a bar
+            if self._dataset is None:
+                self._dataset = Dataset.open(self._output)
+                self._bar.set_total(self._dataset.contract["tokens"])
+            tokens = sum(record.tokens for record in self._dataset.committed().values())
+            self._bar.advance(tokens - self._bar.done)
 
 
 def extract_share(config: ExtractConfig) -> dict[str, Any]:
@@ -148,7 +161,7 @@ def prepare(config: ExtractConfig) -> Setup:
             on_bytes=bar.advance,
         )
     plan = plan_shards(
-        corpus.documents, shard_tokens=config.shard_tokens, row_tokens=config.batch_tokens
+        corpus.documents, shard_tokens=config.shard_tokens, row_tokens=row_tokens(config)
     )
     say(
         f"{spec.name}: layers {list(layer_ids)} of {spec.num_layers}; {len(corpus.documents):,} "
@@ -178,7 +191,7 @@ def load_target(setup: Setup) -> TappedTarget:
         dtype=torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype),
         fp8=config.dtype == "fp8",
         final_hidden=config.final_hidden,
-        compiled_row=config.batch_tokens if compiles(setup) else None,
+        compiled_row=row_tokens(config) if compiles(setup) else None,
         trust_remote_code=config.trust_remote_code,
     )
     kernels = ", ".join(f"{name}: {by}" for name, by in target.describe_kernels().items())
@@ -191,6 +204,11 @@ def load_target(setup: Setup) -> TappedTarget:
             raise ValueError(f"--require-fast-kernels: {slow}")
         say(f"warning: {slow}")
     return target
+
+
+def row_tokens(config: ExtractConfig) -> int:
+    """No row is longer than a shard."""
+    return min(config.batch_tokens, config.shard_tokens)
 
 
 def compiles(setup: Setup) -> bool:
@@ -254,7 +272,12 @@ def make_contract(setup: Setup) -> dict[str, Any]:
 
 def describe_kernels(setup: Setup) -> dict[str, str]:
     """The device and what computes on it: other ones round differently."""
-    return {"device": setup.world.device.type, **setup.target.describe_kernels()}
+    layers = "compiled" if compiles(setup) else "as they are"
+    return {
+        "device": setup.world.device.type,
+        "layers": layers,
+        **setup.target.describe_kernels(),
+    }
 
 
 def _provenance(setup: Setup) -> dict[str, Any]:
@@ -316,7 +339,7 @@ def run_sample(setup: Setup) -> Tensor:
     sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
     parts: list[Tensor] = []
     with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
-        for row in pack_rows(sample, config.batch_tokens):
+        for row in pack_rows(sample, row_tokens(config)):
             taps_NLD = run_target(setup.target, row)
             parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)])
             bar.advance(row_length(row))
@@ -435,7 +458,7 @@ def summarize(
     own = [records[name] for name in setup.own_shards]
     planned = sum(len(row) for record in own for row in setup.plan[record.name])
     documents = sum(record.documents for record in own)
-    if planned and not documents:
+    if planned and not documents and setup.world.size == 1:
         raise ValueError(_all_broken(planned))
     tokens_now = sum(record.tokens for record in own if record.name in written)
     world = setup.world
@@ -477,6 +500,8 @@ def total_summary(output: Path, shares: Sequence[dict[str, Any]]) -> dict[str, A
     """The summary of all ranks: of the corpus as rank 0 has it, sums, and what is on the disk."""
     dataset = Dataset.open(output)
     records = dataset.committed().values()
+    if not any(record.documents for record in records):
+        raise ValueError(_all_broken(dataset.contract["documents"]))
     first = shares[0]
     own = {"shards of rank", "shards", "documents", "seconds"}
     summed = ("shards_written_now", "broken_documents", "tokens_per_second")

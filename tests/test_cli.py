@@ -126,11 +126,14 @@ def test_a_full_gpu_is_one_sentence_and_a_bug_is_a_traceback(monkeypatch, capsys
 
     from dflash_offline.cli import main as module
 
-    def raises(error):
+    def raising(error):
         def fail(**_):
             raise error
 
-        monkeypatch.setattr(module.cli, "main", fail)
+        return fail
+
+    def raises(error):
+        monkeypatch.setattr(module.cli, "main", raising(error))
         return outcome(["train"], capsys)
 
     code, _, err = raises(torch.OutOfMemoryError("Tried to allocate 9 GiB. GPU 0 ..."))
@@ -141,8 +144,13 @@ def test_a_full_gpu_is_one_sentence_and_a_bug_is_a_traceback(monkeypatch, capsys
     on_cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 TB. Error 12")
     assert "can't allocate memory" in raises(on_cpu)[2]
     assert raises(BrokenPipeError())[0] == 1
-    with pytest.raises(RuntimeError, match="a bug"):
-        raises(RuntimeError("a bug"))
+    for bug in (RuntimeError("a bug"), KeyError("a bug")):
+        monkeypatch.setattr(module.cli, "main", raising(bug))
+        with pytest.raises(SystemExit) as stopped:
+            module.main(["train"])
+        assert stopped.value.code == 3
+        err = capsys.readouterr().err
+        assert "Traceback" in err and "a bug" in err
 
 
 def test_several_files_after_one_option(tiny_llama, tmp_path, capsys):

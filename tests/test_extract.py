@@ -249,7 +249,8 @@ def test_shards_of_other_kernels_are_not_mixed(tmp_path, tiny_llama, monkeypatch
     knobs = {"codec": "raw", "shard_tokens": 64}
     extract(config(tiny_llama, data, output, **knobs))
     contract = ShardSet([output]).contract
-    assert contract["kernels"] == {"device": "cpu", "attention": "sdpa by document"}
+    by = {"device": "cpu", "layers": "as they are", "attention": "sdpa by document"}
+    assert contract["kernels"] == by
     assert contract["truncation_rule"] == "the first max_length tokens of a document"
     Dataset.open(output).set_aside("shard-000001")
     monkeypatch.setattr(
@@ -486,6 +487,24 @@ def test_document_with_broken_states_is_left_out_and_counted(
     assert reference["broken_documents"] == 0
     sound = documents_of(tmp_path / "sound")
     assert_same(found, {i: parts for i, parts in sound.items() if i != 3})
+
+
+def test_a_shard_of_broken_documents_alone_is_no_dead_end(tmp_path, tiny_llama, monkeypatch):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data, (70, 30, 12))
+    real = stage.run_target
+
+    def breaks_the_long_one(target, row):
+        return real(target, row) * (float("nan") if len(row[0]) == 70 else 1.0)
+
+    monkeypatch.setattr(stage, "run_target", breaks_the_long_one)
+    knobs = {"codec": "raw", "shard_tokens": 60}
+    summary = extract(config(tiny_llama, data, output, **knobs))
+    assert (summary["documents"], summary["broken_documents"]) == (2, 1)
+    again = extract(config(tiny_llama, data, output, **knobs))
+    assert (again["documents"], again["shards_written_now"]) == (2, 0)
+    assert inspect(output, InspectConfig()).documents == 2
+    assert verify(output, VerifyConfig()).bad == {}
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

@@ -67,6 +67,73 @@ def test_a_rank_that_is_killed_is_started_again_alone(tmp_path, monkeypatch, cap
     assert "rank 1 died of signal SIGKILL; started again, 1 of 3" in capsys.readouterr().err
 
 
+def test_a_rank_that_crashes_with_a_traceback_is_started_again(tmp_path, monkeypatch):
+    """As after a fault of the card: no error of ours, so another start may help."""
+    replace_main(
+        monkeypatch,
+        """
+        import sys
+        from pathlib import Path
+        from dflash_offline.cli import main
+        first = Path(sys.argv[1]) / "started"
+        if first.exists():
+            sys.exit(0)
+        first.touch()
+        main.cli.main = lambda **_: 1 / 0
+        main.main([])
+        """,
+    )
+    with Ranks([str(tmp_path)], size=1, logs=tmp_path / "logs") as ranks:
+        ranks.wait(lambda: None)
+        assert "ZeroDivisionError" in ranks.log_path(0).read_text()
+
+
+def test_logs_of_a_live_command_are_not_taken(tmp_path, monkeypatch):
+    replace_main(monkeypatch, "import time; time.sleep(60)")
+    taken = pytest.raises(ValueError, match="another command's processes write their logs to")
+    with Ranks([], size=1, logs=tmp_path), taken:
+        Ranks([], size=1, logs=tmp_path)
+    with Ranks([], size=1, logs=tmp_path):
+        pass
+
+
+def test_a_second_signal_does_not_break_into_putting_things_away(tmp_path):
+    """A writer behind is busy when SIGINT and then SIGTERM come, as launchers send them."""
+    program = """
+        import sys, time
+        from dflash_offline.cli import main
+        from dflash_offline.prefetch import Behind
+
+        def work(**_):
+            try:
+                with Behind(depth=2) as behind:
+                    behind.call(lambda: (time.sleep(2), print("written", flush=True)))
+                    print("working", flush=True)
+                    time.sleep(60)
+            finally:
+                print("put away", flush=True)
+
+        main.cli.main = work
+        main.main([])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"working\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert out.splitlines() == [b"written", b"put away"]
+    assert process.returncode == 130
+    assert b"stopped on request" in err
+
+
+def test_tasks_of_srun_do_not_each_start_processes(tmp_path, tiny_llama, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    with pytest.raises(ValueError, match="srun started this as task 2"):
+        extract(config(tiny_llama, tmp_path / "data.jsonl", tmp_path / "out", gpus=2))
+
+
 def test_a_rank_that_dies_again_and_again_ends_the_run(tmp_path, monkeypatch):
     replace_main(
         monkeypatch,

@@ -16,8 +16,9 @@ from dflash_offline.target import FrozenEnds, TappedTarget
 LAYER_IDS = (0, 2, 5)
 
 
-def load(folder, layer_ids=LAYER_IDS, dtype=torch.bfloat16):
-    return TappedTarget.load(folder, target_layer_ids=layer_ids, device="cpu", dtype=dtype)
+def load(folder, layer_ids=LAYER_IDS, dtype=torch.bfloat16, **knobs):
+    knobs |= {"target_layer_ids": layer_ids, "device": "cpu", "dtype": dtype}
+    return TappedTarget.load(folder, **knobs)
 
 
 def random_ids(*shape, seed=0):
@@ -105,6 +106,19 @@ def test_attention_of_an_unknown_kind_is_refused(tiny_llama, monkeypatch):
     monkeypatch.setattr(PackedTower, "_attend", sharper)
     with pytest.raises(ValueError, match="self-test of kernels: states differ by"):
         load(tiny_llama)
+
+
+def test_fp8_products_that_are_wrong_are_refused(tiny_llama, monkeypatch):
+    """A device whose products are garbage: rows and kernels agree with each other all the same."""
+
+    def garbage(layers):
+        for layer in layers:
+            layer.mlp.down_proj.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+        return 8
+
+    monkeypatch.setattr("dflash_offline.target.quantise_linears", garbage)
+    with pytest.raises(ValueError, match=r"self-test of fp8: .*use --dtype bfloat16"):
+        load(tiny_llama, fp8=True)
 
 
 def test_a_token_changes_no_state_before_it(tiny_target):
