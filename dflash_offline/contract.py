@@ -33,8 +33,11 @@ def check_drafter(spec: DrafterSpec, shards: ShardSet) -> None:
         )
 
 
-def doubts(shards: ShardSet) -> list[str]:
-    """Warnings: data sets with fewer documents than were planned, or computed another way."""
+def doubts(shards: ShardSet, first: ShardSet | None = None) -> list[str]:
+    """Warnings: data sets with fewer documents than were planned, or computed another way.
+
+    They are held against the first data set of `first`, or of their own.
+    """
     unfinished = [
         f"warning: {path} holds {stored:,} of {planned:,} documents; extract is unfinished, or "
         "left out broken ones"
@@ -42,9 +45,9 @@ def doubts(shards: ShardSet) -> list[str]:
         if planned is not None and stored < planned
     ]
     return unfinished + [
-        f"warning: {path} was made with {field} = {value!r}, the first data set with {first!r}; "
+        f"warning: {path} was made with {field} = {value!r}, the first data set with {old!r}; "
         "their states round differently"
-        for path, field, first, value in shards.other_rounding()
+        for path, field, old, value in shards.other_rounding(first or shards)
     ]
 
 

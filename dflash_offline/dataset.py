@@ -176,9 +176,13 @@ class Dataset:
                 self._refuse(field, old, new)
 
     def refuse_other_kernels(self, kernels: Mapping[str, str]) -> None:
-        """ValueError unless the target runs on the kernels that made the shards so far."""
+        """ValueError unless the target runs on the kernels that made the shards so far.
+
+        What an earlier version did not write down is not known, and not compared.
+        """
         for field, old, new in differences(self.contract["kernels"], dict(kernels), "kernels"):
-            self._refuse(field, old, new)
+            if old is not None:
+                self._refuse(field, old, new)
 
     def _refuse(self, field: str, old: Any, new: Any) -> None:
         raise ValueError(

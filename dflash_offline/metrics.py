@@ -49,7 +49,7 @@ class ProgressBar:
 
     def __init__(self, label: str, total: float | None, unit: str, bar: Progress | None) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done = 0.0
+        self.done = self._before = 0.0
         self.started = self._last_line = time.monotonic()
         self._bar = bar
         self._task = bar.add_task(label, total=total) if bar else None
@@ -59,6 +59,13 @@ class ProgressBar:
         self.total = total
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=total)
+
+    def skip(self, units: float) -> None:
+        """Units that were done before: they say nothing of the rate."""
+        self._before += units
+        self.done += units
+        if self._bar is not None and self._task is not None:
+            self._bar.reset(self._task, total=self.total, completed=int(self.done))
 
     def advance(self, units: float = 1.0) -> None:
         self.done += units
@@ -70,11 +77,12 @@ class ProgressBar:
 
     def _line(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-9)
-        rate = self.done / seconds
+        rate = (self.done - self._before) / seconds
         text = f"{self.label}: {self.done:,.0f}"
         if self.total:
-            left = (self.total - self.done) / rate if rate else math.inf
-            text += f"/{self.total:,.0f} {self.unit}, {left:,.0f} s left"
+            text += f"/{self.total:,.0f} {self.unit}"
+            if rate:
+                text += f", {(self.total - self.done) / rate:,.0f} s left"
         else:
             text += f" {self.unit}"
         return f"{text}, {rate:,.0f} {self.unit}/s"

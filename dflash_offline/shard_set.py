@@ -68,14 +68,14 @@ class ShardSet:
     What is committed later is not seen. Holds no file open.
     """
 
-    def __init__(self, paths: Iterable[Path], *, index: ShardIndex | None = None) -> None:
+    def __init__(self, paths: Iterable[Path | str], *, index: ShardIndex | None = None) -> None:
         """With an `index` that another process read, the shards are not looked at again."""
-        paths = tuple(paths)
-        self._datasets = datasets = _open_all(paths)
-        index = index or ShardIndex.read(paths)
+        folders = tuple(map(Path, paths))
+        self._datasets = datasets = _open_all(folders)
+        index = index or ShardIndex.read(folders)
         if index.data_sets != tuple(dataset.sha256 for dataset in datasets):
             raise ValueError(
-                f"{' '.join(map(str, paths))} are other data sets than the first rank's; give "
+                f"{' '.join(map(str, folders))} are other data sets than the first rank's; give "
                 "every rank the same"
             )
         self.contract = datasets[0].contract
@@ -149,17 +149,16 @@ class ShardSet:
             stored[dataset.path] += record.documents
         return [(d.path, stored[d.path], d.contract.get("documents")) for d in self._datasets]
 
-    def other_rounding(self) -> list[tuple[Path, str, Any, Any]]:
-        """Data sets whose states were computed another way than the first one's.
+    def other_rounding(self, first: "ShardSet") -> list[tuple[Path, str, Any, Any]]:
+        """Data sets whose states were computed another way than the first one of `first`.
 
-        Path, field of the contract, the first one's value and this one's.
+        Path, field of the contract, the first one's value and this one's, where both are known.
         """
-        first = self._datasets[0].contract
         return [
-            (dataset.path, *difference)
-            for dataset in self._datasets[1:]
-            for difference in differences(first, dataset.contract)
-            if difference[0].startswith(_ROUNDING)
+            (dataset.path, field, old, new)
+            for dataset in self._datasets
+            for field, old, new in differences(first.contract, dataset.contract)
+            if field.startswith(_ROUNDING) and old is not None and new is not None
         ]
 
     def data_hashes(self) -> set[str]:

@@ -119,8 +119,12 @@ class Committed:
             if self._dataset is None:
                 self._dataset = Dataset.open(self._output)
                 self._bar.set_total(self._dataset.contract["tokens"])
-            tokens = sum(record.tokens for record in self._dataset.committed().values())
-            self._bar.advance(tokens - self._bar.done)
+                self._bar.skip(self._tokens(self._dataset))
+            self._bar.advance(self._tokens(self._dataset) - self._bar.done)
+
+    @staticmethod
+    def _tokens(dataset: Dataset) -> int:
+        return sum(record.tokens for record in dataset.committed().values())
 
 
 def extract_share(config: ExtractConfig) -> dict[str, Any]:

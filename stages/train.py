@@ -181,7 +181,7 @@ def describe(setup: Setup, mask_tokens_in_prompts: int) -> None:
     cut = int((shards.lengths > config.row_tokens).sum())
     if cut:
         say(f"warning: {cut:,} documents are longer than --row-tokens and are cut to it")
-    for warning in doubts(shards) + doubts(setup.heldout):
+    for warning in doubts(shards) + doubts(setup.heldout, shards):
         say(warning)
     same_folder = {p.resolve() for p in config.shards} & {p.resolve() for p in config.eval_shards}
     if same_folder or shards.data_hashes() & setup.heldout.data_hashes():

@@ -88,3 +88,14 @@ def test_pace_tells_waiting_apart_and_leaves_the_first_step_out_of_the_time_left
     assert later["tokens_per_second"] == pytest.approx(25.0)
     assert later["elapsed"] == pytest.approx(258.0)
     assert later["eta"] == pytest.approx(90 * 2.0)
+
+
+def test_what_was_done_before_counts_as_done_and_not_for_the_rate(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("dflash_offline.metrics.time.monotonic", lambda: now[0])
+    with progress("extracting", total=1000, unit="tok") as bar:
+        assert bar._line() == "extracting: 0/1,000 tok, 0 tok/s"
+        bar.skip(900)
+        now[0] += 10
+        bar.advance(20)
+        assert bar._line() == "extracting: 920/1,000 tok, 40 s left, 2 tok/s"

@@ -668,6 +668,11 @@ def test_data_sets_that_round_differently_are_read_together_and_told_of(tmp_path
     (warning,) = doubts(ShardSet(paths))
     assert f"{paths[2]} was made with kernels.attention = 'flash_attention_2'" in warning
     assert "the first data set with 'sdpa'" in warning
+    assert doubts(ShardSet(paths[2:]), ShardSet(paths[:1])) == [warning]
+    unknown = make_dataset(tmp_path / "d", codec="raw", dtype="bfloat16", kernels={})
+    write_shard(unknown, "shard-000000", [make_document(0, 9)])
+    assert doubts(ShardSet([paths[0], unknown.path])) == []
+    unknown.refuse_other_kernels({"attention": "sdpa"})
 
 
 def test_an_index_made_elsewhere_saves_the_look_at_every_shard(dataset, tmp_path, monkeypatch):
