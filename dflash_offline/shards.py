@@ -209,12 +209,14 @@ class ShardWriter:
         return record
 
     def _refuse_error(self, statistics: Sequence[Mapping[str, float]]) -> None:
+        # No statistics if all documents were broken.
         for name, tap in zip(self._dataset.tap_names, statistics, strict=False):
             if tap["relative_l2_p99"] > self._largest_error:
                 raise ValueError(
-                    f"shard {self.name}: codec {self._dataset.codec.name} stores {name} with a "
-                    f"relative error of {tap['relative_l2_p99']:.1%} (p99 over tokens), above "
-                    f"{self._largest_error:.1%}; use --codec lossless, or raise --max-codec-error"
+                    f"shard {self.name}: its codec stores {name} with a relative error of "
+                    f"{tap['relative_l2_p99']:.1%} (p99 over tokens), above "
+                    f"{self._largest_error:.1%}; use lossless (--codec, --final-codec), or raise "
+                    "--max-codec-error"
                 )
 
     def _describe(self, statistics: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def test_shard_with_too_large_an_error_is_not_committed(tmp_path, tiny_llama, mo
     data, output = tmp_path / "data.jsonl", tmp_path / "shards"
     write_rows(data)
     monkeypatch.setattr(stage, "refuse_error", lambda *_: None)
-    with pytest.raises(ValueError, match=r"shard-000000: codec int8 stores layer .*above 0.1%"):
+    with pytest.raises(ValueError, match=r"shard-000000: its codec stores layer .*above 0.1%"):
         extract(config(tiny_llama, data, output, max_codec_error=1e-3))
     assert list((output / "shards").iterdir()) == []
     assert ["shard-000000" in path.read_text() for path in output.glob("manifest/*.jsonl")] == []
