@@ -243,6 +243,21 @@ def test_shard_with_too_large_an_error_is_not_committed(tmp_path, tiny_llama, mo
     assert ["shard-000000" in path.read_text() for path in output.glob("manifest/*.jsonl")] == []
 
 
+def test_slow_kernels_are_a_warning_or_by_choice_an_error(
+    tmp_path, tiny_llama, monkeypatch, capsys
+):
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    monkeypatch.setattr(stage.TappedTarget, "slow_path", lambda self: "the delta rule is slow")
+    strict = config(tiny_llama, data, tmp_path / "strict", require_fast_kernels=True)
+    with pytest.raises(ValueError, match="--require-fast-kernels: the delta rule is slow"):
+        extract(strict)
+    assert not (tmp_path / "strict/dataset.json").exists()
+    capsys.readouterr()
+    extract(config(tiny_llama, data, tmp_path / "mild"))
+    assert "warning: the delta rule is slow" in capsys.readouterr().err
+
+
 def test_shards_of_other_kernels_are_not_mixed(tmp_path, tiny_llama, monkeypatch):
     data, output = tmp_path / "data.jsonl", tmp_path / "shards"
     write_rows(data)
