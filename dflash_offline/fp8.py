@@ -8,9 +8,7 @@ N tokens, I inputs, O outputs.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import ScalingType
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LOWEST_SCALE = 1e-12  # of a row of zeros
@@ -25,31 +23,37 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
+def multiply(
+    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out_dtype: torch.dtype
+) -> Tensor:
+    """[N, O] of rows x and a weight's rows, each as codes and scales: [N, I] and [O, I]."""
+    (codes_NI, scale_N1), (codes_OI, scale_O1) = x, weight
+    # The public F.scaled_mm is the same product, but torch 2.11 compiles no call of it.
+    return torch._scaled_mm(
+        codes_NI,
+        codes_OI.t(),  # column-major, as the product wants it
+        scale_N1,
+        scale_O1.t(),
+        out_dtype=out_dtype,
+        use_fast_accum=True,
+    )
+
+
 class Fp8Linear(nn.Module):
     """nn.Linear without bias, for inference."""
 
     codes_OI: Tensor
-    scale_1O: Tensor
+    scale_O1: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         codes_OI, scale_O1 = quantise_rows(linear.weight.detach())
         self.register_buffer("codes_OI", codes_OI)
-        self.register_buffer("scale_1O", scale_O1.t().contiguous())
+        self.register_buffer("scale_O1", scale_O1)
 
     def forward(self, x: Tensor) -> Tensor:
-        codes_NI, scale_N1 = quantise_rows(x.flatten(0, -2))
-        out_NO = F.scaled_mm(
-            codes_NI,
-            self.codes_OI.t(),  # column-major, as the product wants it
-            scale_N1,
-            ScalingType.RowWise,
-            self.scale_1O,
-            ScalingType.RowWise,
-            output_dtype=x.dtype,
-            use_fast_accum=True,
-        )
-        return out_NO.unflatten(0, x.shape[:-1])
+        rows = quantise_rows(x.flatten(0, -2))
+        return multiply(rows, (self.codes_OI, self.scale_O1), x.dtype).unflatten(0, x.shape[:-1])
 
 
 def quantise_linears(layers: nn.ModuleList) -> int:

@@ -70,6 +70,16 @@ def test_documents_of_a_row_do_not_see_each_other(tiny_target, dtype):
                 assert error < 3 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.parametrize("multiple", [16, 128])
+def test_attention_over_lengths_of_few_kinds_changes_nothing(tiny_target, multiple):
+    """As on a GPU: each document is attended with those after it, up to the next multiple."""
+    target = load(tiny_target, dtype=torch.float32)
+    row = [random_ids(n, seed=n) for n in (1, 16, 17, 100, 33)]
+    plain = target.taps(row)
+    target._packed._stretch = multiple
+    assert torch.allclose(target.taps(row).float(), plain.float(), rtol=1e-2, atol=1e-3)
+
+
 def test_a_document_of_4096_tokens_beside_others(tiny_qwen35):
     target = load(tiny_qwen35)
     documents = [random_ids(65), random_ids(4096, seed=1), random_ids(5)]
@@ -106,6 +116,17 @@ def test_attention_of_an_unknown_kind_is_refused(tiny_llama, monkeypatch):
     monkeypatch.setattr(PackedTower, "_attend", sharper)
     with pytest.raises(ValueError, match="self-test of kernels: states differ by"):
         load(tiny_llama)
+
+
+def test_flop_of_a_token_are_twice_the_weights_it_meets(tiny_qwen35):
+    """Counted by hand from the file: every matrix of the first six layers, none of the ends."""
+    weights = load_file(tiny_qwen35 / "model.safetensors")
+    met = [
+        weight.numel()
+        for name, weight in weights.items()
+        if weight.ndim > 1 and any(f".language_model.layers.{i}." in name for i in range(6))
+    ]
+    assert load(tiny_qwen35).flop_per_token == 2 * sum(met)
 
 
 def test_fp8_products_that_are_wrong_are_refused(tiny_llama, monkeypatch):
