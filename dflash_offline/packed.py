@@ -36,12 +36,15 @@ class Borders:
     """Where the documents of the present row lie; its functions look here."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
+    documents: list[tuple[int, int]] = field(default_factory=list)
+    """The spans without that of the filler, whose states nobody wants."""
     cumulative: Tensor | None = None
     """int64 [documents + 1] on the target's device, for kernels."""
 
-    def set(self, lengths: Sequence[int], device: torch.device) -> None:
-        ends = torch.tensor([0, *lengths]).cumsum(0)
+    def set(self, lengths: Sequence[int], filler: int, device: torch.device) -> None:
+        ends = torch.tensor([0, *lengths, *([filler] if filler else [])]).cumsum(0)
         self.spans = list(pairwise(ends.tolist()))
+        self.documents = self.spans[: len(lengths)]
         self.cumulative = ends.to(device, non_blocking=True)
 
 
@@ -55,6 +58,7 @@ class PackedTower:
         self._module = vars(sys.modules[type(tower).__module__])
         self._plain = {name: _unwrapped(self._module[name]) for name in hybrid_names(tower)}
         self._own = self._hybrid_functions()
+        self._stretch = 128 if self.device.type == "cuda" else 1
         self._attention = _outside_graphs(self._attend)
 
     def row(self, documents: Sequence[Tensor], length: int) -> None:
@@ -63,15 +67,12 @@ class PackedTower:
         What is missing to `length` is filled up by a document of its own.
         """
         lengths = [len(ids) for ids in documents]
-        filler = [length - sum(lengths)] if sum(lengths) < length else []
-        ids_N = torch.cat([*documents, *(torch.zeros(n, dtype=torch.int32) for n in filler)])
+        filler = max(0, length - sum(lengths))
+        ids_N = torch.cat([*documents, torch.zeros(filler, dtype=torch.int32)])
         # The filler's stay at 0: some rotary embeddings look at the largest position of a row.
-        positions = [
-            *map(torch.arange, lengths),
-            *(torch.zeros(n, dtype=torch.int64) for n in filler),
-        ]
+        positions = [*map(torch.arange, lengths), torch.zeros(filler, dtype=torch.int64)]
         positions_N = torch.cat(positions)
-        self.borders.set([*lengths, *filler], self.device)
+        self.borders.set(lengths, filler, self.device)
         AttentionInterface.register(ATTENTION, self._attention)  # another tower's may stand there
         with self._functions(self._own, ATTENTION):
             self.tower(
@@ -114,8 +115,10 @@ class PackedTower:
                 _by_document(self._plain[CONVOLUTION], dim=-1),
                 _by_document(self._plain[DELTA_RULE], dim=1),
             )
-        named = zip((CONVOLUTION, DELTA_RULE), functions, strict=True)
-        return {name: _outside_graphs(partial(function, self.borders)) for name, function in named}
+        convolve, delta_rule = (
+            _outside_graphs(partial(function, self.borders)) for function in functions
+        )
+        return {CONVOLUTION: convolve, DELTA_RULE: _on_contiguous(delta_rule)}
 
     def _attend(
         self,
@@ -129,18 +132,34 @@ class PackedTower:
         sliding_window: int | None = None,
         **other: Any,
     ) -> tuple[Tensor, None]:
-        """Causal attention within each document; [1, N, H, D]."""
+        """Causal attention within each document; [1, N, H, D]. The filler gets zeros."""
         _refuse_unknown(module, other)
         parts = []
-        for start, stop in self.borders.spans:
-            q, k, v = (x[:, :, start:stop] for x in (query_1HND, key_1HND, value_1HND))
-            mask = _sliding_mask(stop - start, sliding_window, q.device)
-            parts.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-                )
+        for start, stop in self.borders.documents:
+            q, k, v = (
+                _stretched(x, start, stop, self._stretch)
+                for x in (query_1HND, key_1HND, value_1HND)
             )
+            mask = _sliding_mask(q.shape[2], sliding_window, q.device)
+            out_1HTD = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            )
+            parts.append(out_1HTD[:, :, : stop - start])
+        _, heads, tokens, _ = query_1HND.shape
+        filler = tokens - self.borders.documents[-1][1]
+        parts.append(value_1HND.new_zeros(1, heads, filler, value_1HND.shape[3]))
         return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def _stretched(x_1HND: Tensor, start: int, stop: int, multiple: int) -> Tensor:
+    """Tokens start..stop-1 and some of those after them, which no causal query before them sees.
+
+    cuDNN makes a plan for each length it meets, in 55 ms: by 128 there are 32 up to 4,096.
+    """
+    end = start + -(-(stop - start) // multiple) * multiple
+    own = x_1HND[:, :, start:end]
+    lacking = end - start - own.shape[2]
+    return F.pad(own, (0, 0, 0, lacking)) if lacking else own
 
 
 def hybrid_names(tower: nn.Module) -> list[str]:
@@ -174,6 +193,18 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled layer calls it as it is: borders change with each row."""
     disable: Callable[..., Any] = torch.compiler.disable
     return disable(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def _on_contiguous(delta_rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Query, key and value are parts of one tensor; a compiled layer takes them apart faster.
+
+    Three times as fast as the kernels' own calls of contiguous().
+    """
+
+    def call(query: Tensor, key: Tensor, value: Tensor, **other: Any) -> Any:
+        return delta_rule(query.contiguous(), key.contiguous(), value.contiguous(), **other)
+
+    return call
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
