@@ -21,6 +21,11 @@ COMMANDS = {
     "inspect-shard": "dflash_offline.cli.inspect_shard",
     "verify": "dflash_offline.cli.verify",
 }
+# Where the same command, given again, does not start anew.
+RESUME_HINTS = {
+    "extract": "; finished shards are kept; the same command goes on with the rest",
+    "train": "; the same command with --resume goes on from the newest checkpoint",
+}
 
 
 class CommandGroup(click.Group):
@@ -43,7 +48,12 @@ def cli() -> None:
     """Train DFlash drafters offline: extract hidden states once, then train over the shards."""
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _one_line(error: BaseException) -> str:
+    """A library's message may have several."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     """Torch's errors by name and text, because torch is not imported here."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -60,41 +70,54 @@ def _stop(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage.
+def _is_stop(error: BaseException | None) -> bool:
+    """Whether it is a stop on request or came up while one was under way."""
+    while error is not None and not isinstance(error, (click.Abort, KeyboardInterrupt)):
+        error = error.__context__
+    return error is not None
 
-    A fault of the program or the machine ends in a traceback and exit 3.
-    """
-    before = {number: signal.signal(number, _stop) for number in _STOPPING}
-    try:
-        cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)
-    except click.ClickException as error:
+
+def _tell(error: BaseException, args: list[str]) -> int:
+    """Say on stderr how the command ended; the exit code."""
+    if _is_stop(error):
+        if not isinstance(error, (click.Abort, KeyboardInterrupt)):
+            click.echo(f"while stopping: {_one_line(error)}", err=True)
+        command = next((argument for argument in args if argument in COMMANDS), "")
+        click.echo(f"stopped on request{RESUME_HINTS.get(command, '')}", err=True)
+        return EXIT_STOPPED
+    if isinstance(error, click.ClickException):
         error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("stopped on request; what was finished is kept", err=True)
-        sys.exit(EXIT_STOPPED)
-    except BrokenPipeError:
-        sys.exit(1)  # whoever read the output, `head` say, has seen enough
-    except (ValueError, OSError) as error:
-        # One line even where a library's message has several.
-        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
-        sys.exit(1)
-    except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
-            traceback.print_exc()
-            sys.exit(EXIT_CRASHED)
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        return 1  # whoever read the output, `head` say, has seen enough
+    if isinstance(error, (ValueError, OSError)):
+        click.echo(f"Error: {_one_line(error)}", err=True)
+        return 1
+    if _is_out_of_memory(error):
         click.echo(
             f"Error: memory is full ({str(error).split('. ')[0]}); lower --batch-tokens or, in "
             "training, --anchors, --row-tokens or the drafter's sizes (a data set that is begun "
             "keeps its --batch-tokens: choose another --output)",
             err=True,
         )
-        sys.exit(1)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(EXIT_CRASHED)
+        return 1
+    traceback.print_exception(error)
+    return EXIT_CRASHED
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run the command. What a user can mend ends in one sentence: exit 1, or 2 for wrong usage.
+
+    A fault of the program or the machine ends in a traceback and exit 3.
+    """
+    args = sys.argv[1:] if args is None else args
+    code = 0
+    before = {number: signal.signal(number, _stop) for number in _STOPPING}
+    try:
+        cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:
+        code = _tell(error, args)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    sys.exit(0)
+    sys.exit(code)

@@ -1,23 +1,23 @@
-"""What a run says: progress and lines on stderr, tables on stdout, one JSON line per log entry."""
+"""What a run says: progress and lines on stderr, tables on stdout, one JSON line per log entry.
+
+Progress is a bar on a terminal. Elsewhere, a thread says where the innermost block is every 15 s,
+also while nothing moves: a compilation and a stuck disk are told apart from a dead process.
+"""
 
 import json
 import math
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
@@ -32,53 +32,75 @@ def say(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
 
-class _RateColumn(ProgressColumn):
-    """Units per second, from the task's own clock."""
+@dataclass(frozen=True)
+class Running:
+    """What the process was at when it was asked. Without `unit`, it is work that is not counted.
 
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self.unit = unit
+    `last_advance` is in seconds since the epoch; until a first advance, it is when it began.
+    """
 
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f} {self.unit}/s")
+    label: str
+    done: float
+    total: float | None
+    unit: str | None
+    last_advance: float
 
 
 class ProgressBar:
-    """Counts units of one task; a bar on a terminal, a line every 15 s elsewhere."""
+    """Counts units of one task, and tells in words how far it is."""
 
-    def __init__(self, label: str, total: float | None, unit: str, bar: Progress | None) -> None:
-        self.label, self.total, self.unit = label, total, unit
+    def __init__(
+        self,
+        label: str,
+        *,
+        total: float | None = None,
+        unit: str | None = None,
+        details: Callable[[], str] | None = None,
+    ) -> None:
+        self.label, self.total, self.unit, self._details = label, total, unit, details
         self.done = self._before = 0.0
-        self.started = self._last_line = time.monotonic()
-        self._bar = bar
-        self._task = bar.add_task(label, total=total) if bar else None
+        self.started = time.monotonic()
+        self._touch()
+
+    def _touch(self) -> None:
+        self._touched, self._touched_at = time.monotonic(), time.time()
 
     def set_total(self, total: float) -> None:
         """Tell what there is to do, once it is known."""
         self.total = total
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=total)
 
     def skip(self, units: float) -> None:
         """Units that were done before: they say nothing of the rate."""
         self._before += units
-        self.done += units
-        if self._bar is not None and self._task is not None:
-            self._bar.reset(self._task, total=self.total, completed=int(self.done))
+        self.advance(units)
 
     def advance(self, units: float = 1.0) -> None:
         self.done += units
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, units)
-        elif time.monotonic() - self._last_line > _LINE_SECONDS:
-            self._last_line = time.monotonic()
-            say(self._line())
+        if units:
+            self._touch()
 
-    def _line(self) -> str:
-        seconds = max(time.monotonic() - self.started, 1e-9)
+    def snapshot(self) -> Running:
+        return Running(self.label, self.done, self.total, self.unit, self._touched_at)
+
+    def line(self) -> str:
+        return self.label + (" ... " if self.unit is None else ": ") + self.state()
+
+    def state(self) -> str:
+        """All that a line says after the label."""
+        now = time.monotonic()
+        seconds, quiet = max(now - self.started, 1e-9), now - self._touched
+        if self.unit is None:
+            return f"{seconds:,.0f} s"
+        parts = [self._counted(seconds)]
+        if quiet >= _LINE_SECONDS:
+            parts.append(f"nothing new for {quiet:,.0f} s")
+        if self._details and (details := self._detailed(self._details)):
+            parts.append(details)
+        return ", ".join(parts)
+
+    def _counted(self, seconds: float) -> str:
         rate = (self.done - self._before) / seconds
-        text = f"{self.label}: {self.done:,.0f}"
+        text = f"{self.done:,.0f}"
         if self.total:
             text += f"/{self.total:,.0f} {self.unit}"
             if rate:
@@ -87,23 +109,94 @@ class ProgressBar:
             text += f" {self.unit}"
         return f"{text}, {rate:,.0f} {self.unit}/s"
 
+    @staticmethod
+    def _detailed(details: Callable[[], str]) -> str:
+        """A fault in `details` is told in their place: it must not silence the rest."""
+        try:
+            return details()
+        except Exception as error:
+            return f"no details ({error!r})"
+
+
+# Of the process, because it has one stderr: the open blocks, outermost first, ...
+_OPEN: list[ProgressBar] = []
+# ... and when the last line was said of one: many short blocks make no long silence.
+_last_line = time.monotonic()
+
+
+def running() -> Running | None:
+    """The innermost open block of `progress` or `phase`, if there is one."""
+    innermost = _OPEN[-1:]
+    return innermost[0].snapshot() if innermost else None
+
 
 @contextmanager
-def progress(label: str, *, total: float | None, unit: str) -> Iterator[ProgressBar]:
-    """Show how far a task is: `with progress("loading", total=n, unit="tok") as bar: ...`"""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield ProgressBar(label, total, unit, None)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(unit),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        yield ProgressBar(label, total, unit, bar)
+def progress(
+    label: str, *, total: float | None, unit: str, details: Callable[[], str] | None = None
+) -> Iterator[ProgressBar]:
+    """Show how far a task is: `with progress("loading", total=n, unit="tok") as bar: ...`
+
+    `details` gives more to say; it is called from another thread, a few times a second at most.
+    """
+    with _shown(ProgressBar(label, total=total, unit=unit, details=details)) as bar:
+        yield bar
+
+
+@contextmanager
+def phase(label: str) -> Iterator[None]:
+    """Show that work goes on whose amount is not known: `with phase("compiling"): ...`"""
+    with _shown(ProgressBar(label)):
+        yield
+
+
+@contextmanager
+def _shown(bar: ProgressBar) -> Iterator[ProgressBar]:
+    """The outermost block shows itself and all within; blocks are opened by one thread."""
+    is_outermost = not _OPEN
+    _OPEN.append(bar)
+    try:
+        if is_outermost:
+            with _display():
+                yield bar
+        else:
+            yield bar
+    finally:
+        _OPEN.remove(bar)
+
+
+def _display() -> AbstractContextManager[object]:
+    # Not rich's own guess, which FORCE_COLOR turns to a terminal even where a file is written.
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
+    return Live(get_renderable=_bars, console=console) if console.is_interactive else _lines()
+
+
+def _bars() -> Table:
+    """The open blocks as rich draws them, one below the other."""
+    table = Table.grid(padding=(0, 1))
+    for bar in tuple(_OPEN):
+        drawn = Bar(bar.total, bar.done, width=20, pulse=bar.total is None)
+        table.add_row(Text(bar.label), drawn, Text(bar.state()))
+    return table
+
+
+@contextmanager
+def _lines() -> Iterator[None]:
+    """A thread says lines as long as the block lasts, and none after it."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_say_lines, args=(ended,), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _say_lines(ended: threading.Event) -> None:
+    global _last_line
+    while not ended.wait(_last_line + _LINE_SECONDS - time.monotonic()):
+        say(_OPEN[-1].line())
+        _last_line = time.monotonic()
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,7 @@
 """What a user sees: help at once, one sentence for a mistake, exit code 2 for usage and 1 else."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -151,6 +152,45 @@ def test_a_full_gpu_is_one_sentence_and_a_bug_is_a_traceback(monkeypatch, capsys
         assert stopped.value.code == 3
         err = capsys.readouterr().err
         assert "Traceback" in err and "a bug" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "last_line"),
+    [
+        ("extract", "stopped on request; finished shards are kept; "
+                    "the same command goes on with the rest"),
+        ("train", "stopped on request; "
+                  "the same command with --resume goes on from the newest checkpoint"),
+        ("verify", "stopped on request"),
+    ],
+)  # fmt: skip
+def test_a_stop_ends_in_how_to_go_on(command, last_line, monkeypatch, capsys):
+    from dflash_offline.cli import main as module
+
+    def stop(**_):
+        raise KeyboardInterrupt
+
+    def fail_while_stopping(**_):
+        try:
+            stop()
+        finally:
+            raise RuntimeError("ranks\nare gone")
+
+    monkeypatch.setattr(module.cli, "main", stop)
+    assert outcome([command], capsys) == (130, "", last_line + "\n")
+    monkeypatch.setattr(module.cli, "main", fail_while_stopping)
+    code, _, err = outcome([command], capsys)
+    assert (code, err) == (130, f"while stopping: ranks are gone\n{last_line}\n")
+
+
+def test_a_stop_within_a_stage_ends_in_how_to_go_on(tiny_llama, tmp_path, monkeypatch, capsys):
+    def stage(config):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("dflash_offline.stages.extract.extract", stage)
+    code, _, err = outcome(extract_args(tiny_llama, data_file(tmp_path, CHAT), tmp_path), capsys)
+    assert code == 130
+    assert err.endswith("the same command goes on with the rest\n")
 
 
 def test_several_files_after_one_option(tiny_llama, tmp_path, capsys):
