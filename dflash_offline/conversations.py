@@ -8,89 +8,48 @@ each turn is rendered with its whole history, so a chat of n turns is tokenised 
 
 Turns that continue one another stay one document. Templates that rewrite history (Qwen3.x drops
 old reasoning) give each turn a document of its own, because that is what the target will see.
+
+Lines are read in chunks, by one process or by several, which makes no difference to the result.
 """
 
+import functools
 import hashlib
+import io
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoTokenizer
+from numpy.typing import NDArray
 
-from dflash_offline.facts import check_file, failing_as, reason, shown
+from dflash_offline.chat import ChatTemplate, Message, check_ids, load_tokenizer
+from dflash_offline.documents import Corpus, Counts, Document, documents_in
+from dflash_offline.facts import check_file, reason, shown
+from dflash_offline.launch import end_with_parent
 from dflash_offline.spec import TargetSpec
+from dflash_offline.workers import in_order
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 NOTHING_TO_LEARN = "no two neighbouring tokens of the target"
 CUT_BEFORE_ANSWER = "cut by --max-length before the answer"
-PROMPT_NO_PREFIX = "generation prompt is no prefix of the rendered turn"
+LONGER = "longer than --max-length"
 
-Message = dict[str, Any]
+OVER_LONG = ("truncate", "drop")
+"""What may be done with a document that is longer than --max-length."""
+
+# A few seconds of work: small beside a corpus, large beside what it takes to hand it over.
+_CHUNK_BYTES = 1 << 20
+
 Sequences = list[tuple[list[int], list[bool]]]
 """Ids and loss mask of each document that a line holds."""
-
-
-@dataclass(frozen=True, eq=False)
-class Document:
-    """One sequence that the target reads: a conversation, or the part of it serving would send."""
-
-    index: int
-    """Place among all documents of the corpus, the dropped ones included."""
-    input_ids: Tensor
-    """int32 [T]"""
-    loss_mask: Tensor
-    """bool [T]; true: a token the target produced"""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-
-@dataclass
-class Counts:
-    """What became of the lines, for the summary: nothing is dropped or cut unseen."""
-
-    conversations: int = 0
-    split_conversations: int = 0
-    """Chats that became several documents, because the template rewrites their history."""
-    truncated: int = 0
-    cut_answers: int = 0
-    """Answers with finish_reason "length": their end-of-turn token is not supervised."""
-    answers_with_end_token_inside: int = 0
-    """Answers whose text spells an end token: the span ends there, the rest is not supervised."""
-    thinking_turns: int = 0
-    """Turns with reasoning, where the template has the choice."""
-    plain_turns: int = 0
-    """Turns without, where the template has the choice."""
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class Corpus:
-    documents: list[Document]
-    counts: Counts
-    sha256: dict[str, str]
-    """File, as it was named, -> hash of its bytes."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.documents))
-
-
-@dataclass(frozen=True)
-class Turn:
-    """An assistant turn as serving sees it."""
-
-    prompt: list[int]
-    answer: list[int]
-    produced: int
-    """So many leading tokens of the answer come from the target."""
 
 
 def read_documents(
@@ -99,163 +58,191 @@ def read_documents(
     target: Path,
     spec: TargetSpec,
     max_length: int,
+    over_long: str = "truncate",
+    processes: int = 1,
     trust_remote_code: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Corpus:
     """All documents of `files` in order. ValueError names the file and line that is malformed.
 
-    `on_bytes` is told how many bytes of the files each line took.
+    A document of more than `max_length` tokens is cut to its first ones, or dropped if that is
+    what `over_long` says. `on_bytes` is told how many bytes of the files have been read since.
     """
-    _check_files(files)
-    chat = ChatTemplate(target, spec, trust_remote_code=trust_remote_code)
-    counts = Counts()
+    check_files(files)
+    reader = Reader(target, spec, max_length, over_long, trust_remote_code)
     digests = {str(file): hashlib.sha256() for file in files}
+    counts = Counts()
     documents: list[Document] = []
-    index = 0
-    for file, number, line in _lines(files):
-        digests[str(file)].update(line)
-        if on_bytes:
-            on_bytes(len(line))
-        try:
-            sequences = _sequences(line, chat, spec.vocab_size, counts)
-        except ValueError as error:
-            raise ValueError(f"{file} line {number}: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"{file} line {number}: {reason(error)}") from error
-        for ids, mask in sequences:
-            document = _document(index, ids, mask, max_length, counts)
-            documents += [document] if document else []
-            index += 1
+    with closing(_parts(reader, _chunks(files, digests), processes)) as parts:
+        for part in parts:
+            documents += part.documents(counts.documents)
+            counts.add(part.counts)
+            if on_bytes:
+                on_bytes(part.bytes)
     if not documents:
-        reasons = "; ".join(f"{reason}: {n:,}" for reason, n in counts.dropped.items())
-        raise ValueError(
-            f"{', '.join(digests)}: no document is left ({reasons or 'no conversation found'})"
-        )
+        raise ValueError(f"{', '.join(digests)}: no document is left ({_reasons(counts)})")
     return Corpus(documents, counts, {name: d.hexdigest() for name, d in digests.items()})
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer. ValueError if it has none."""
-    with failing_as(f"{folder} holds no tokenizer to use"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+def _reasons(counts: Counts) -> str:
+    found = {**counts.dropped, "turns without the generation prompt": counts.turns_without_prompt}
+    text = "; ".join(f"{reason}: {n:,}" for reason, n in found.items() if n)
+    return text or "no conversation found"
 
 
-class ChatTemplate:
-    """The target's tokenizer and chat template, loaded when the first chat needs them."""
-
-    def __init__(self, folder: Path, spec: TargetSpec, *, trust_remote_code: bool) -> None:
-        self._folder = folder
-        self._spec = spec
-        self._trust_remote_code = trust_remote_code
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        tokenizer = load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
-        if not tokenizer.chat_template:
-            raise ValueError(f"{self._folder} has no chat template; add one or give input_ids")
-        return tokenizer
-
-    @cached_property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn, wherever the folder names them."""
-        own = self.tokenizer.eos_token_id
-        return frozenset(self._spec.eos_token_ids) | ({own} if own is not None else set())
-
-    @cached_property
-    def switches(self) -> tuple[dict[str, bool], ...]:
-        """The ways in which serving can ask for a turn; the last one without reasoning."""
-        if "enable_thinking" not in str(self.tokenizer.chat_template):
-            return ({},)
-        return ({}, {"enable_thinking": True}, {"enable_thinking": False})
-
-    def turn(self, messages: list[Message], tools: Any, counts: Counts) -> Turn | None:
-        """The last of `messages`, an assistant's, as serving asks for it; None if it cannot be.
-
-        Of the generation prompts that serving can send, the longest that begins the rendered turn
-        is the right one: the empty think block where there is no reasoning, `<think>` where there
-        is. All that follows it is the target's.
-        """
-        rendered, prompts = self._rendered(messages, tools)
-        own_ids = messages[-1].get("token_ids")
-        # With one prompt there is nothing to choose, and text may not tokenise to the ids it was.
-        is_given = own_ids is not None and len(prompts) == 1
-        fitting = [ids for ids in prompts if is_given or rendered[: len(ids)] == ids]
-        if not fitting:
-            counts.dropped[PROMPT_NO_PREFIX] += 1
-            return None
-        prompt = max(fitting, key=len)
-        if len(prompts) > 1:
-            counts.plain_turns += prompt == prompts[-1]
-            counts.thinking_turns += prompt != prompts[-1]
-        is_cut = messages[-1].get("finish_reason") == "length"
-        counts.cut_answers += is_cut
-        if own_ids is not None:
-            answer = self._checked(own_ids, is_cut)
-            return Turn(prompt, answer, len(answer))
-        rest = rendered[len(prompt) :]
-        answer = self._until_end(rest)
-        is_longer = not self.end_ids.isdisjoint(rest[len(answer) :])
-        counts.answers_with_end_token_inside += is_longer and self._spells_end(messages[-1])
-        return Turn(prompt, answer, len(answer) - is_cut)
-
-    def _rendered(self, messages: list[Message], tools: Any) -> tuple[list[int], list[list[int]]]:
-        """Ids of `messages`, and of each generation prompt that may have asked for the last."""
-
-        def render(messages: list[Message], **how: bool) -> str:
-            chat = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **how)
-            return str(chat)
-
-        history, ways = messages[:-1], self.switches
-        with failing_as("the chat template refuses these messages"):
-            prompts = [render(history, add_generation_prompt=True, **way) for way in ways]
-            texts = [render(messages), *prompts]
-            # The template writes its own special tokens, so the tokenizer must add none.
-            ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids[0], ids[1:]
-
-    def _spells_end(self, message: Message) -> bool:
-        """Whether an end token is in the message itself: a template may write two of its own."""
-        text = json.dumps(message, ensure_ascii=False)
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return not self.end_ids.isdisjoint(ids)
-
-    def _until_end(self, ids: list[int]) -> list[int]:
-        for i, token in enumerate(ids):
-            if token in self.end_ids:
-                return ids[: i + 1]
-        raise ValueError(
-            f"the template ends the turn with none of the target's end tokens "
-            f"{sorted(self.end_ids)}; name the right one in generation_config.json"
-        )
-
-    def _checked(self, own_ids: Any, is_cut: bool) -> list[int]:
-        ids = _check_ids("token_ids", own_ids, self._spec.vocab_size)
-        if not is_cut and (not ids or ids[-1] not in self.end_ids):
-            raise ValueError(
-                f"token_ids end with none of the end tokens {sorted(self.end_ids)}; "
-                'a cut answer needs "finish_reason": "length"'
-            )
-        return ids
-
-
-def _check_files(files: Sequence[Path]) -> None:
-    """All there, before the first is read, and no conversation twice."""
+def check_files(files: Sequence[Path]) -> None:
+    """All there and none empty, before the first is read, and no conversation twice."""
     known: set[Path] = set()
     for file in files:
         check_file(file, "data file")
         if file.resolve() in known:
             raise ValueError(f"data file {file} is given twice; name it once")
+        if not file.stat().st_size:
+            raise ValueError(f"{file} is empty; it needs one conversation a line")
         known.add(file.resolve())
 
 
-def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
+@dataclass(frozen=True)
+class Chunk:
+    """Whole lines of a file: `size` bytes from `start`, the first of them line `number`."""
+
+    file: Path
+    number: int
+    start: int
+    size: int
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """From the file, which the page cache still holds: cheaper than from another process."""
+        with self.file.open("rb") as stream:
+            stream.seek(self.start)
+            yield from enumerate(io.BytesIO(stream.read(self.size)), self.number)
+
+
+def _chunks(files: Sequence[Path], digests: Mapping[str, Any]) -> Iterator[Chunk]:
+    """Hashes the files on its way through them."""
     for file in files:
-        number = 0
+        number, start = 1, 0
         with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                yield file, number, line
-        if not number:
-            raise ValueError(f"{file} is empty; it needs one conversation a line")
+            while lines := stream.readlines(_CHUNK_BYTES):
+                content = b"".join(lines)
+                digests[str(file)].update(content)
+                yield Chunk(file, number, start, len(content))
+                number, start = number + len(lines), start + len(content)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a chunk became: the D documents that are kept, end to end, N tokens in all.
+
+    In numpy's arrays, which travel between processes as they are.
+    """
+
+    index_D: NDArray[np.int64]
+    """Place among all documents of the chunk."""
+    starts: NDArray[np.int64]
+    """[D + 1]"""
+    input_ids_N: NDArray[np.int32]
+    loss_mask_N: NDArray[np.bool_]
+    counts: Counts
+    bytes: int
+
+    def documents(self, before: int) -> list[Document]:
+        """Views; `before` documents came before those of this chunk."""
+        index_D, starts, *tokens = map(
+            torch.from_numpy,
+            (self.index_D + before, self.starts, self.input_ids_N, self.loss_mask_N),
+        )
+        return documents_in(index_D, starts, *tokens)
+
+
+def _parts(
+    reader: "Reader", chunks: Iterator[Chunk], processes: int
+) -> Generator[Part, None, None]:
+    if processes == 1:
+        yield from map(reader.read, chunks)
+        return
+    if reader.trust_remote_code:
+        # Copies the folder's code to where transformers imports it from, before many do at once.
+        with suppress(ValueError):
+            load_tokenizer(reader.target, trust_remote_code=True)
+    read = functools.partial(_read_in_worker, reader)
+    yield from in_order(read, chunks, processes=processes, start=_start_worker)
+
+
+def _start_worker(parent: int) -> None:
+    """There is a process for each core, so each takes one."""
+    end_with_parent(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+
+
+def _read_in_worker(reader: "Reader", chunk: Chunk) -> Part:
+    return _of_this_process(reader).read(chunk)
+
+
+@functools.cache
+def _of_this_process(reader: "Reader") -> "Reader":
+    """The first of its equals: it has the tokenizer loaded when the next chunk comes."""
+    return reader
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes documents of lines."""
+
+    target: Path
+    spec: TargetSpec
+    max_length: int
+    over_long: str
+    trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        assert self.over_long in OVER_LONG, self.over_long
+
+    @cached_property
+    def _chat(self) -> "ChatTemplate":
+        return ChatTemplate(self.target, self.spec, trust_remote_code=self.trust_remote_code)
+
+    def read(self, chunk: Chunk) -> Part:
+        """ValueError names the file and line that is malformed."""
+        counts = Counts()
+        index: list[int] = []
+        kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+        for number, line in chunk.lines():
+            for ids, mask in self._sequences_of(line, f"{chunk.file} line {number}", counts):
+                if document := self._kept(ids, mask, counts):
+                    index.append(counts.documents)
+                    kept.append(document)
+                counts.documents += 1
+        ids_N = np.concatenate([np.empty(0, np.int32), *(ids for ids, _ in kept)])
+        mask_N = np.concatenate([np.empty(0, np.bool_), *(mask for _, mask in kept)])
+        starts = np.array([0, *accumulate(len(ids) for ids, _ in kept)])
+        return Part(np.array(index, np.int64), starts, ids_N, mask_N, counts, chunk.size)
+
+    def _sequences_of(self, line: bytes, where: str, counts: Counts) -> Sequences:
+        try:
+            return _sequences(line, self._chat, self.spec.vocab_size, counts)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{where}: {reason(error)}") from error
+
+    def _kept(
+        self, ids: list[int], mask: list[bool], counts: Counts
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | None:
+        """Ids and mask, cut to `max_length`; None, and counted, if the document is dropped."""
+        is_longer = len(ids) > self.max_length
+        if is_longer and self.over_long == "drop":
+            counts.dropped[LONGER] += 1
+            return None
+        loss_mask = np.array(mask[: self.max_length], np.bool_)
+        # A block needs an anchor and one token after it, both the target's own.
+        if not (loss_mask[1:] & loss_mask[:-1]).any():
+            is_cut = any(mask[self.max_length :])
+            counts.dropped[CUT_BEFORE_ANSWER if is_cut else NOTHING_TO_LEARN] += 1
+            return None
+        counts.truncated += is_longer
+        return np.array(ids[: self.max_length], np.int32), loss_mask
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -312,6 +299,7 @@ def _from_messages(messages: Any, tools: Any, chat: ChatTemplate, counts: Counts
         ids = turn.prompt + turn.answer
     sequences += [(ids, mask)] if ids else []
     counts.split_conversations += len(sequences) > 1
+    counts.conversations_without_document += not sequences
     return sequences
 
 
@@ -341,35 +329,10 @@ def _check_text(what: str, value: Any) -> None:
         raise ValueError(f"{what} holds half of a surrogate pair; mend its text") from None
 
 
-def _check_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
-    if not isinstance(ids, list):
-        raise ValueError(f"{name} is a {type(ids).__name__}, not a list")
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{name} holds {shown(token)}; the target has ids 0 to {vocab_size - 1}"
-            )
-    return ids
-
-
 def _from_ids(input_ids: Any, mask: Any, vocab_size: int) -> tuple[list[int], list[bool]]:
-    ids = _check_ids("input_ids", input_ids, vocab_size)
+    ids = check_ids("input_ids", input_ids, vocab_size)
     if not isinstance(mask, list) or any(value not in (0, 1) for value in mask):
         raise ValueError("loss_mask must be a list of 0 and 1")
     if len(ids) != len(mask):
         raise ValueError(f"{len(ids)} input_ids, but {len(mask)} values in loss_mask")
     return ids, list(map(bool, mask))
-
-
-def _document(
-    index: int, ids: list[int], mask: list[bool], max_length: int, counts: Counts
-) -> Document | None:
-    """The document, cut to `max_length`; None, and counted, if it has nothing to learn."""
-    loss_mask = torch.tensor(mask[:max_length], dtype=torch.bool)
-    # A block needs an anchor and one token after it, both the target's own.
-    if not bool((loss_mask[1:] & loss_mask[:-1]).any()):
-        is_cut = any(mask[max_length:])
-        counts.dropped[CUT_BEFORE_ANSWER if is_cut else NOTHING_TO_LEARN] += 1
-        return None
-    counts.truncated += len(ids) > max_length
-    return Document(index, torch.tensor(ids[:max_length], dtype=torch.int32), loss_mask)

@@ -90,7 +90,7 @@ class Ranks:
                 stdout=log,
                 stderr=log,
                 process_group=0,  # ctrl-C reaches the parent alone, which asks them to stop
-                preexec_fn=partial(_end_with_parent, os.getpid()),
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ def _lock(logs: Path) -> int:
     return descriptor
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """In the new process: SIGTERM when the parent dies, where the system offers that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

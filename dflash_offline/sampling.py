@@ -90,13 +90,35 @@ class Rendered:
     """What asks for the first answer that is supervised in it."""
 
 
+@dataclass(frozen=True)
+class Limit:
+    """What becomes of a document of more than `tokens`."""
+
+    tokens: int
+    is_cut: bool
+    """Or dropped."""
+
+    def kept(self, length: int) -> int:
+        """Tokens of a document that has `length`."""
+        if length <= self.tokens:
+            return length
+        return self.tokens if self.is_cut else 0
+
+
 def estimate_corpus(
-    files: Sequence[Path], *, target: Path, max_length: int, sample_lines: int, seed: int
+    files: Sequence[Path],
+    *,
+    target: Path,
+    max_length: int,
+    over_long: str = "truncate",
+    sample_lines: int,
+    seed: int,
 ) -> CorpusEstimate:
     """What `extract` would make of `files`. ValueError names file and line of what it would not.
 
     `sample_lines` lines are tokenised, or all if there are no more.
     """
+    limit = Limit(max_length, is_cut=over_long == "truncate")
     for file in files:
         check_file(file, "data file")
     with ExitStack() as stack:
@@ -105,7 +127,7 @@ def estimate_corpus(
         is_whole = len(drawn) <= sample_lines
         if not is_whole:
             drawn = list(_draw(texts, sample_lines, seed))
-        counts = _count(list(dict.fromkeys(drawn)), Chats(target), max_length)
+        counts = _count(list(dict.fromkeys(drawn)), Chats(target), limit)
         total = sum(map(len, texts.values()))
     if not any(tokens for _, tokens in counts.values()):
         raise ValueError(
@@ -171,25 +193,25 @@ def _line_around(file: Path, text: mmap.mmap, byte: int) -> Line:
     return Line(file, text, text.rfind(b"\n", 0, byte) + 1, len(text) if end < 0 else end + 1)
 
 
-def _count(lines: Sequence[Line], chats: "Chats", max_length: int) -> Counts:
+def _count(lines: Sequence[Line], chats: "Chats", limit: Limit) -> Counts:
     """All chats of all lines are tokenised at once, so that every core takes part."""
     lengths: dict[Line, list[int]] = {}
     rendered: list[tuple[Line, Rendered]] = []
     for line in lines:
         try:
-            found = _documents(line.content, chats, max_length)
+            found = _documents(line.content, chats, limit)
         except (ValueError, RecursionError) as error:
             why = error if isinstance(error, ValueError) else reason(error)
             raise ValueError(f"{line.file} line {line.number}: {why}") from error
         lengths[line] = [length for length in found if isinstance(length, int)]
         rendered += [(line, chat) for chat in found if isinstance(chat, Rendered)]
-    kept = chats.lengths([chat for _, chat in rendered], max_length)
+    kept = chats.lengths([chat for _, chat in rendered], limit)
     for (line, _), length in zip(rendered, kept, strict=True):
         lengths[line].append(length)
     return {line: (sum(map(bool, found)), sum(found)) for line, found in lengths.items()}
 
 
-def _documents(content: bytes, chats: "Chats", max_length: int) -> Sequence["int | Rendered"]:
+def _documents(content: bytes, chats: "Chats", limit: Limit) -> Sequence["int | Rendered"]:
     """The documents of a line: their tokens, 0 if extract drops it, or texts still to tokenise."""
     if not content.strip():
         return []
@@ -200,7 +222,7 @@ def _documents(content: bytes, chats: "Chats", max_length: int) -> Sequence["int
         pair = ("user", record["prompt"]), ("assistant", record["response"])
         return list(chats.documents([{"role": r, "content": text} for r, text in pair], None))
     if "input_ids" in record and "loss_mask" in record:
-        return [_kept_length(record["input_ids"], record["loss_mask"], max_length)]
+        return [_kept_length(record["input_ids"], record["loss_mask"], limit)]
     raise ValueError(
         f"has the keys {shown(sorted(record))}; expected messages, or prompt and response, or "
         "input_ids and loss_mask"
@@ -219,14 +241,14 @@ def _record(content: bytes) -> dict[str, Any]:
     return record
 
 
-def _kept_length(input_ids: Any, mask: Any, max_length: int) -> int:
+def _kept_length(input_ids: Any, mask: Any, limit: Limit) -> int:
     """0 if no two neighbouring tokens of what is kept are the target's."""
     if not (isinstance(input_ids, list) and isinstance(mask, list)):
         raise ValueError("input_ids and loss_mask must be lists")
     if len(input_ids) != len(mask):
         raise ValueError(f"{len(input_ids)} input_ids, but {len(mask)} values in loss_mask")
-    is_kept = any(one and other for one, other in pairwise(mask[:max_length]))
-    return min(len(input_ids), max_length) if is_kept else 0
+    is_kept = any(one and other for one, other in pairwise(mask[: limit.tokens]))
+    return limit.kept(len(input_ids)) if is_kept else 0
 
 
 class Chats:
@@ -306,15 +328,15 @@ class Chats:
             raise ValueError("holds half of a surrogate pair; mend its text") from None
         return text
 
-    def lengths(self, documents: Sequence[Rendered], max_length: int) -> list[int]:
-        """Tokens of each, cut to `max_length`; 0 if an answer's first two are cut off."""
+    def lengths(self, documents: Sequence[Rendered], limit: Limit) -> list[int]:
+        """Tokens of each, within the limit; 0 if an answer's first two are cut off."""
         if not documents:
             return []
         lengths = self._tokens([document.text for document in documents])
-        long = [i for i, length in enumerate(lengths) if length > max_length]
+        long = [i for i, length in enumerate(lengths) if limit.kept(length) < length]
         prompts = self._tokens([documents[i].prompt for i in long])
-        is_lost = {i for i, prompt in zip(long, prompts, strict=True) if prompt > max_length - 2}
-        return [0 if i in is_lost else min(n, max_length) for i, n in enumerate(lengths)]
+        is_lost = {i for i, prompt in zip(long, prompts, strict=True) if prompt > limit.tokens - 2}
+        return [0 if i in is_lost else limit.kept(n) for i, n in enumerate(lengths)]
 
     def _tokens(self, texts: Sequence[str]) -> list[int]:
         # The template writes its own special tokens, so the tokenizer must add none.

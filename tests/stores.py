@@ -3,8 +3,8 @@
 import torch
 
 from dflash_offline.codec import make_codec, measure
-from dflash_offline.conversations import Document
 from dflash_offline.dataset import Dataset
+from dflash_offline.documents import Document
 from dflash_offline.shards import ShardWriter
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec
 

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import random
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from tiny_target import TEMPLATES, build_tokenizer
 from transformers import AutoTokenizer
 
+from dflash_offline import conversations
 from dflash_offline.conversations import read_documents
 from dflash_offline.spec import TargetSpec
+from dflash_offline.workers import in_order
 
 # A table is one string: tokens apart by spaces, `_` a leading space, `/` a newline, `//` the
 # empty line that is one token; a trailing `*` marks a token the target produced.
@@ -43,9 +47,10 @@ def write(path, records):
     return path
 
 
-def read(path, target, *, max_length=4096):
+def read(path, target, *, max_length=4096, **how):
     spec = TargetSpec.read(target)
-    return read_documents([path], target=target, spec=spec, max_length=max_length)
+    files = [path] if isinstance(path, Path) else path
+    return read_documents(files, target=target, spec=spec, max_length=max_length, **how)
 
 
 def read_chats(tmp_path, target, *chats, **how):
@@ -249,6 +254,19 @@ def test_long_documents_are_cut_and_counted(tmp_path, tiny_llama):
     }
 
 
+def test_long_documents_are_dropped_by_choice_and_counted(tmp_path, tiny_llama):
+    fitting = {"input_ids": list(range(5)), "loss_mask": [0, 0, 0, 1, 1]}
+    full = {"input_ids": list(range(6)), "loss_mask": [0, 0, 0, 1, 1, 1]}
+    never = {"input_ids": list(range(9)), "loss_mask": [0] * 9}
+    corpus = read_chats(
+        tmp_path, tiny_llama, full, fitting, never, PLAIN, max_length=5, over_long="drop"
+    )
+    (document,) = corpus.documents
+    assert (document.index, document.input_ids.tolist()) == (1, [0, 1, 2, 3, 4])
+    assert (corpus.counts.documents, corpus.counts.truncated) == (4, 0)
+    assert dict(corpus.counts.dropped) == {"longer than --max-length": 3}
+
+
 def test_document_numbers_count_the_dropped_ones(tmp_path, tiny_llama):
     good = {"input_ids": [1, 2], "loss_mask": [1, 1]}
     bad = {"input_ids": [1, 2], "loss_mask": [0, 1]}
@@ -274,7 +292,7 @@ def test_files_are_read_in_order_and_hashed(tmp_path, tiny_llama):
     assert sum(seen) == one.stat().st_size + two.stat().st_size
 
 
-def test_prompt_that_is_no_token_prefix_drops_the_turn_and_counts_it(tmp_path, tiny_llama):
+def test_prompt_that_is_no_token_prefix_leaves_the_turn_out_and_counts_it(tmp_path, tiny_llama):
     # The newline of the prompt and that of the answer become one token.
     chat = [user("how"), assistant("\nyes"), user("then"), assistant("no so")]
     corpus = read_chats(tmp_path, tiny_llama, chat)
@@ -284,9 +302,129 @@ def test_prompt_that_is_no_token_prefix_drops_the_turn_and_counts_it(tmp_path, t
         "<|im_start|> user / how <|im_end|> / <|im_start|> assistant // yes <|im_end|> / "
         "<|im_start|> user / then <|im_end|> / <|im_start|> assistant / no* _so* <|im_end|>*",
     )
-    assert dict(corpus.counts.dropped) == {
-        "generation prompt is no prefix of the rendered turn": 1
-    }
+    assert corpus.counts.turns_without_prompt == 1
+    assert corpus.counts.conversations_without_document == 0
+    assert corpus.counts.dropped.total() == 0
+
+
+def test_a_chat_may_give_no_document_at_all(tmp_path, tiny_llama):
+    unfit = [user("how"), assistant("\nyes"), user("then"), assistant("\nno")]
+    corpus = read_chats(tmp_path, tiny_llama, unfit, PLAIN)
+    assert [document.index for document in corpus.documents] == [0]
+    counts = corpus.counts
+    assert (counts.conversations, counts.conversations_without_document) == (2, 1)
+    assert (counts.turns_without_prompt, counts.documents) == (2, 1)
+    with pytest.raises(ValueError, match=r"no document .*turns without the generation prompt: 2"):
+        read_chats(tmp_path, tiny_llama, unfit)
+
+
+def ids(tokens, mask):
+    return {"input_ids": [5] * tokens, "loss_mask": list(map(int, mask))}
+
+
+UNFIT = assistant("no", reasoning_content="\none")  # the prompt's newline and this one: one token
+AGAIN = [user("then"), assistant("no", reasoning_content="one")]
+NOTHING, LATE, LONGER = (
+    "no two neighbouring tokens of the target",
+    "cut by --max-length before the answer",
+    "longer than --max-length",
+)
+# Lines for a template that drops old reasoning, read up to 40 tokens. With each stand its fates
+# where long documents are cut and where they are dropped: a document kept, or the reason.
+FATES = (
+    (ids(3, "011"), [True], [True]),
+    (ids(3, "101"), [NOTHING], [NOTHING]),
+    (ids(0, ""), [NOTHING], [NOTHING]),
+    (ids(40, "01" * 19 + "11"), [True], [True]),
+    (ids(41, "11" + "0" * 39), [True], [LONGER]),
+    (ids(41, "0" * 39 + "11"), [LATE], [LONGER]),
+    (ids(41, "0" * 41), [NOTHING], [LONGER]),
+    ({"messages": PLAIN}, [True], [True]),
+    ({"messages": [*THINK, *AGAIN]}, [True, True], [True, True]),
+    ({"messages": [*THINK, *AGAIN, user("how " * 30), PLAIN[1]]}, [True, True, LATE],
+     [True, True, LONGER]),
+    ({"messages": [user("how"), UNFIT, *AGAIN]}, [True], [True]),
+    ({"messages": [user("how"), UNFIT]}, [], []),
+)  # fmt: skip
+
+
+def mixed_lines():
+    """Line i of the table 2 i + 1 times, blank ones between them, in no order."""
+    lines = [json.dumps(line) for i, (line, *_) in enumerate(FATES) for _ in range(2 * i + 1)]
+    lines += ["", "  "] * 5
+    random.Random(0).shuffle(lines)
+    return lines
+
+
+@pytest.mark.parametrize("over_long", ["truncate", "drop"])
+def test_documents_read_are_those_kept_and_those_dropped_by_each_reason(
+    tmp_path, tiny_qwen35, over_long
+):
+    (tmp_path / "data.jsonl").write_text("\n".join(mixed_lines()))
+    corpus = read(tmp_path / "data.jsonl", tiny_qwen35, max_length=40, over_long=over_long)
+    expected, kept = Counter(), 0
+    for i, (_, cut, dropped) in enumerate(FATES):
+        for fate in cut if over_long == "truncate" else dropped:
+            kept += (2 * i + 1) * (fate is True)
+            expected[fate] += 2 * i + 1
+    assert expected.pop(True) == kept == len(corpus.documents)
+    counts = corpus.counts
+    assert dict(counts.dropped) == dict(expected)
+    assert counts.documents == kept + sum(counts.dropped.values())
+    assert counts.conversations == sum(2 * i + 1 for i in range(len(FATES)))
+    assert (counts.conversations_without_document, counts.split_conversations) == (23, 17 + 19)
+    assert counts.turns_without_prompt == 21 + 23
+    assert counts.truncated == (9 if over_long == "truncate" else 0)
+
+
+def facts_of(corpus):
+    """All of a corpus, to compare."""
+    documents = [(d.index, d.input_ids.tolist(), d.loss_mask.tolist()) for d in corpus.documents]
+    return documents, vars(corpus.counts), corpus.sha256
+
+
+def test_several_processes_read_what_one_reads(tmp_path, tiny_qwen35, monkeypatch):
+    """Chunks of a few lines, of which some hold no document, over two files."""
+    real = (Path(__file__).parent / "real" / "conversations.jsonl").read_text().splitlines()
+    mixed = mixed_lines()
+    (tmp_path / "one.jsonl").write_text("\n" * 5000 + "\n".join([*mixed, *real[:40]]))
+    (tmp_path / "two.jsonl").write_text("\r\n".join([*real[-40:], *mixed, ""]))
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    expected = facts_of(read(files, tiny_qwen35, max_length=40))
+    monkeypatch.setattr(conversations, "_CHUNK_BYTES", 2000)
+    seen = []
+    how = {"max_length": 40, "processes": 2, "trust_remote_code": True, "on_bytes": seen.append}
+    corpus = read(files, tiny_qwen35, **how)
+    assert facts_of(corpus) == expected
+    assert all(d.input_ids.dtype == torch.int32 for d in corpus.documents)
+    assert all(d.loss_mask.dtype == torch.bool for d in corpus.documents)
+    assert len(seen) > 20
+    assert sum(seen) == sum(file.stat().st_size for file in files)
+
+
+def test_several_processes_tell_of_the_first_bad_line(tmp_path, tiny_llama, monkeypatch):
+    """It ends the second chunk of 1,000 lines; the chunks after it fail at once."""
+    monkeypatch.setattr(conversations, "_CHUNK_BYTES", 1000 * len(f"{GOOD}\n"))
+    bad = '{"input_ids": [1, 512], "loss_mask": [1, 1]}'
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text("\n".join([GOOD] * 1999 + [bad] + ["{"] * 5000))
+    two.write_text("{")
+    with pytest.raises(ValueError, match="the target has ids 0 to 511") as serial:
+        read([one, two], tiny_llama)
+    with pytest.raises(ValueError, match="the target has ids 0 to 511") as caught:
+        read([one, two], tiny_llama, processes=2)
+    assert str(caught.value) == str(serial.value)
+    assert str(caught.value).startswith(f"{one} line 2000: ")
+
+
+def settings_of_process(_):
+    return os.environ["TOKENIZERS_PARALLELISM"], torch.get_num_threads()
+
+
+def test_a_process_of_several_takes_one_core(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    found = in_order(settings_of_process, [0], processes=1, start=conversations._start_worker)
+    assert list(found) == [("false", 1)]
 
 
 GOOD = '{"prompt": "how", "response": "one two"}'

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from dflash_offline import sizing
 from dflash_offline.codec import make_codec, measure
 from dflash_offline.config import ExtractConfig
-from dflash_offline.conversations import Document
 from dflash_offline.dataset import Dataset
+from dflash_offline.documents import Document
 from dflash_offline.planning import plan_shards
 from dflash_offline.shards import ShardWriter
 from dflash_offline.sizing import (
