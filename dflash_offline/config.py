@@ -110,7 +110,25 @@ class ExtractConfig(Config):
     )
     final_codec: str = knob("int8", "How the last hidden state is stored.", choices=CODECS)
     max_length: int = knob(
-        4096, "Longer documents are cut to this many tokens.", minimum=2, maximum=MOST_TOKENS
+        4096,
+        "Longer documents are cut to this many tokens, or dropped (--over-long).",
+        minimum=2,
+        maximum=MOST_TOKENS,
+    )
+    over_long: str = knob(
+        "truncate", "What becomes of documents that are longer.", choices=("truncate", "drop")
+    )
+    max_bad_fraction: float = knob(
+        0.01,
+        "Fail if more of the documents than this share have states that are inf, NaN or zero.",
+        minimum=0,
+        maximum=1,
+    )
+    tokenizer_processes: int | None = knob(
+        None,
+        "Processes that tokenise the data. Default: by its size and the CPUs.",
+        minimum=1,
+        maximum=1024,
     )
     shard_tokens: int = knob(65_536, "Most tokens in one shard.", minimum=1, maximum=2**31)
     batch_tokens: int = knob(
@@ -154,6 +172,7 @@ class EstimateConfig(Config):
     final_hidden: str = same_knob(ExtractConfig, "final_hidden")
     final_codec: str = same_knob(ExtractConfig, "final_codec")
     max_length: int = same_knob(ExtractConfig, "max_length")
+    over_long: str = same_knob(ExtractConfig, "over_long")
     shard_tokens: int = same_knob(ExtractConfig, "shard_tokens")
     batch_tokens: int = same_knob(ExtractConfig, "batch_tokens")
     gpus: int | None = knob(None, "GPUs to tell the time for. Default: 1, 2, 4 and 8.", minimum=1)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from dflash_offline.conversations import Document
+from dflash_offline.documents import Document
 
 T = TypeVar("T")
 
@@ -54,6 +54,11 @@ def pack_rows(documents: Sequence[Document], row_tokens: int) -> Sequence[Row]:
         if left > len(document):
             insort(space, (left - len(document), place))
     return rows
+
+
+def cut_row(row: Row, tokens: int) -> list[Row]:
+    """The row in consecutive parts of at most so many tokens, or of one document."""
+    return list(_cut(row, tokens, len))
 
 
 def _cut(items: Sequence[T], most_tokens: int, size: Callable[[T], int]) -> Iterator[list[T]]:

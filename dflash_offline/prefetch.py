@@ -88,12 +88,23 @@ class Behind:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
         self._waiting: deque[Future[Any]] = deque()
         self._has_failed = False
+        self._asked = self._done = 0  # two numbers: other threads may read them at any time
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Have `function` called; first waits until fewer than `depth` calls wait."""
         while len(self._waiting) >= self._depth:
             self._waiting.popleft().result()
+        self._asked += 1
         self._waiting.append(self._thread.submit(self._run, function, *args))
+
+    def waiting(self) -> int:
+        """How many calls are not done."""
+        return self._asked - self._done
+
+    def finish(self) -> None:
+        """Wait for all calls."""
+        while self._waiting:
+            self._waiting.popleft().result()
 
     def _run(self, function: Callable[..., Any], *args: Any) -> None:
         if self._has_failed:
@@ -103,6 +114,8 @@ class Behind:
         except BaseException:
             self._has_failed = True
             raise
+        finally:
+            self._done += 1
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +123,7 @@ class Behind:
     def __exit__(self, failure: object, *_: object) -> None:
         self._has_failed |= failure is not None
         try:
-            while self._waiting and failure is None:
-                self._waiting.popleft().result()
+            if failure is None:
+                self.finish()
         finally:
             self._thread.shutdown(cancel_futures=True)

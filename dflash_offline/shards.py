@@ -49,7 +49,7 @@ from dflash_offline.direct import PlaneFiles, PlaneWriter
 from dflash_offline.files import sync
 
 if TYPE_CHECKING:  # its tokenizers take seconds to import
-    from dflash_offline.conversations import Document
+    from dflash_offline.documents import Document
 
 _ZSTD_LEVEL = 1  # the exponents' entropy is reached at once; higher levels only take time
 CHUNK_TOKENS = 128  # a read fetches at most one chunk too much at either end of a document

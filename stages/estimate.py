@@ -76,6 +76,7 @@ def estimate(config: EstimateConfig) -> Estimate:
         config.data,
         target=config.target,
         max_length=min(config.max_length, spec.max_position_embeddings),
+        over_long=config.over_long,
         sample_lines=config.sample_lines,
         seed=config.seed,
     )

@@ -18,33 +18,55 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from dflash_offline.codec import Codec, make_codec, measure, needs_calibration
+from dflash_offline.beside import (
+    config_path,
+    corpus_path,
+    heartbeat_path,
+    logs_path,
+    quarantine_path,
+)
+from dflash_offline.calibration import fit_codecs, needs_sample, run_sample
+from dflash_offline.codec import Codec
 from dflash_offline.config import ExtractConfig, arguments_of
-from dflash_offline.conversations import Corpus, read_documents
+from dflash_offline.corpus import corpus_of, tokenising_processes, wait_for_corpus
 from dflash_offline.dataset import Dataset
-from dflash_offline.encoding import Encoded, keep_sound, make_encoder
+from dflash_offline.documents import Corpus
+from dflash_offline.encoding import make_encoder
 from dflash_offline.facts import read_json
 from dflash_offline.files import naming_full_disk, write_json
+from dflash_offline.halving import Halving
+from dflash_offline.heartbeat import Heartbeat, read_heartbeat
 from dflash_offline.launch import Ranks
-from dflash_offline.metrics import ProgressBar, progress, say
-from dflash_offline.planning import Plan, Row, draw_sample, pack_rows, plan_shards, row_length
+from dflash_offline.matmul_rate import measure_matmul_rate
+from dflash_offline.meter import Meter, add_up, tell
+from dflash_offline.metrics import ProgressBar, phase, progress, say
+from dflash_offline.planning import Plan, plan_shards, row_length
 from dflash_offline.prefetch import Behind
-from dflash_offline.shards import ShardReader, ShardWriter
+from dflash_offline.quarantine import Quarantine, all_broken
+from dflash_offline.shard_store import ShardStore
+from dflash_offline.shards import ShardReader
 from dflash_offline.sizing import ShardFormat, check_room
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
+from dflash_offline.summary import corpus_facts, disk_facts, total_summary
 from dflash_offline.target import TappedTarget
 from dflash_offline.world import World, current_world, refuse_unset_rank
 
 LOSS_MASK_RULE = "after the generation prompt, through the end-of-turn token if produced"
-TRUNCATION_RULE = "the first max_length tokens of a document"
+TRUNCATION_RULES = {
+    "truncate": "the first max_length tokens of a document",
+    "drop": "no document of more than max_length tokens",
+}
 
 _WAIT_SECONDS = 1800.0
+_TOKENISING_SECONDS = 12 * 3600.0  # 1 MB/s and core; a rank 0 that dies ends the others sooner
 _LOOK_SECONDS = 5.0
+# A commit waits for the disk as long as a row or three take the target. Each row that waits holds
+# 0.4 GB of pinned memory (5 x 5120 in int8).
+_CALLS_BEHIND = 6
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,20 @@ class Setup:
     def target(self) -> TappedTarget:
         """Loaded when it is first asked for: a rerun with nothing left to do needs none."""
         return load_target(self)
+
+    @functools.cached_property
+    def runner(self) -> Halving:
+        return Halving(self.target, row_tokens(self.config))
+
+    @functools.cached_property
+    def matmul_rate(self) -> float:
+        """FLOP/s of this device in the run's precision; asked for while its memory is free."""
+        precision = self.config.dtype
+        rate = measure_matmul_rate(
+            self.world.device, torch_dtype(precision), fp8=precision == "fp8"
+        )
+        say(f"matmul rate of {self.world.device} in {precision}: {rate / 1e12:,.3g} TFLOP/s")
+        return rate
 
 
 def extract(config: ExtractConfig) -> dict[str, Any]:
@@ -94,9 +130,16 @@ def extract_on_all(config: ExtractConfig, size: int) -> dict[str, Any]:
     started = time.monotonic()
     logs = logs_path(config.output)
     say(f"{size} processes, each with a log in {logs}")
+
+    def facts() -> dict[str, Any]:
+        return add_up(
+            [read_heartbeat(heartbeat_path(config.output, i)) or {} for i in range(size)]
+        )
+
     with (
-        progress("extracting", total=None, unit="tok") as bar,
         Ranks(["extract", *arguments_of(config)], size=size, logs=logs) as ranks,
+        Heartbeat(logs / "heartbeat.json", facts=facts),
+        progress("extracting", total=None, unit="tok", details=lambda: tell(facts())) as bar,
     ):
         ranks.wait(Committed(config.output, bar).show)
     shares = [read_json(logs / f"rank-{rank:02}.json") for rank in range(size)]
@@ -130,12 +173,15 @@ class Committed:
 def extract_share(config: ExtractConfig) -> dict[str, Any]:
     """Write those of this rank's shards that are missing; return the summary of all its shards."""
     started = time.monotonic()
-    setup = prepare(config)
-    refuse_full_disk(setup)
-    with naming_full_disk(config.output):
-        dataset = open_dataset(setup)
-        missing = resume(setup, dataset)
-        writing = write_shards(setup, dataset, missing) if missing else 0.0
+    meter = Meter(config.output)
+    rank = current_world(config.device).rank
+    with Heartbeat(heartbeat_path(config.output, rank), facts=meter.facts):
+        setup = prepare(config)
+        refuse_full_disk(setup)
+        with naming_full_disk(config.output):
+            dataset = open_dataset(setup)
+            missing = resume(setup, dataset)
+            writing = write_shards(setup, dataset, missing, meter) if missing else 0.0
     summary = summarize(setup, dataset, missing, writing)
     if setup.world.size > 1:
         write_json(logs_path(config.output) / f"rank-{setup.world.rank:02}.json", summary)
@@ -145,25 +191,11 @@ def extract_share(config: ExtractConfig) -> dict[str, Any]:
 def prepare(config: ExtractConfig) -> Setup:
     """Read the target's facts and the corpus, and plan. What a user can get wrong fails here."""
     world = current_world(config.device)
-    saved_config = config_path(config.output).resolve()
-    if any(path.resolve() == saved_config for path in config.data):
-        raise ValueError(
-            f"--data {saved_config} is where the configuration of --output {config.output} goes; "
-            "choose another name for one of them"
-        )
+    refuse_own_files(config)
     spec = TargetSpec.read(config.target)
     layer_ids = spec.check_layer_ids(config.target_layer_ids or default_layer_ids(spec.num_layers))
     max_length = min(config.max_length, spec.max_position_embeddings)
-    size = sum(path.stat().st_size for path in config.data if path.is_file())
-    with progress("reading conversations", total=size, unit="B") as bar:
-        corpus = read_documents(
-            config.data,
-            target=config.target,
-            spec=spec,
-            max_length=max_length,
-            trust_remote_code=config.trust_remote_code,
-            on_bytes=bar.advance,
-        )
+    corpus = read_corpus(config, world, spec, max_length)
     plan = plan_shards(
         corpus.documents, shard_tokens=config.shard_tokens, row_tokens=row_tokens(config)
     )
@@ -173,6 +205,49 @@ def prepare(config: ExtractConfig) -> Setup:
         f"shards; rank {world.rank} of {world.size}"
     )
     return Setup(config, world, spec, layer_ids, max_length, corpus, plan)
+
+
+def refuse_own_files(config: ExtractConfig) -> None:
+    """ValueError if a data file is in the way of one that is going to be written."""
+    written = {
+        config_path(config.output): "the configuration",
+        corpus_path(config.output): "the tokenised corpus",
+    }
+    for data in config.data:
+        if what := written.get(data.resolve()):
+            raise ValueError(
+                f"--data {data} is where {what} of --output {config.output} goes; choose another "
+                "name for one of them"
+            )
+
+
+def read_corpus(config: ExtractConfig, world: World, spec: TargetSpec, max_length: int) -> Corpus:
+    """Rank 0 tokenises, or finds what an earlier run has; the other ranks wait for its file."""
+    path, size = corpus_path(config.output), size_of(config.data)
+    how: dict[str, Any] = {
+        "target": config.target,
+        "spec": spec,
+        "max_length": max_length,
+        "over_long": config.over_long,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if not world.is_first:
+        return wait_for_corpus(path, config.data, seconds=_TOKENISING_SECONDS, **how)
+    processes = config.tokenizer_processes or tokenising_processes(size)
+    with progress("reading conversations", total=size, unit="B") as bar:
+        return corpus_of(
+            path,
+            config.data,
+            processes=processes,
+            must_keep=world.size > 1,
+            on_bytes=bar.advance,
+            **how,
+        )
+
+
+def size_of(files: Sequence[Path]) -> int:
+    """Bytes; what is no file is refused later, by name."""
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def refuse_full_disk(setup: Setup) -> None:
@@ -188,11 +263,12 @@ def refuse_full_disk(setup: Setup) -> None:
 
 def load_target(setup: Setup) -> TappedTarget:
     config = setup.config
+    _ = setup.matmul_rate
     target = TappedTarget.load(
         config.target,
         target_layer_ids=setup.layer_ids,
         device=setup.world.device,
-        dtype=torch.bfloat16 if config.dtype == "fp8" else getattr(torch, config.dtype),
+        dtype=torch_dtype(config.dtype),
         fp8=config.dtype == "fp8",
         final_hidden=config.final_hidden,
         compiled_row=row_tokens(config) if compiles(setup) else None,
@@ -210,6 +286,12 @@ def load_target(setup: Setup) -> TappedTarget:
     return target
 
 
+def torch_dtype(precision: str) -> torch.dtype:
+    """What is not multiplied in fp8 is bfloat16."""
+    dtype: torch.dtype = torch.bfloat16 if precision == "fp8" else getattr(torch, precision)
+    return dtype
+
+
 def row_tokens(config: ExtractConfig) -> int:
     """No row is longer than a shard."""
     return min(config.batch_tokens, config.shard_tokens)
@@ -224,6 +306,8 @@ def open_dataset(setup: Setup) -> Dataset:
     """The data set to write into; if there is none, rank 0 makes it, with a fitted codec."""
     path, contract = setup.config.output, make_contract(setup)
     if not setup.world.is_first:
+        if not Dataset.exists(path):
+            _ = setup.target  # while rank 0 loads and fits: the files are read once for all
         wait_for_first_rank(path)
         return Dataset.open(path, contract=contract)
     if not Dataset.exists(path):  # kernels are known by loading the target, which now has to be
@@ -232,7 +316,7 @@ def open_dataset(setup: Setup) -> Dataset:
     dataset = Dataset.create_or_resume(
         path,
         contract=contract,
-        make_codecs=lambda: fit_codecs(setup),
+        make_codecs=lambda: make_codecs(setup),
         provenance=_provenance(setup),
     )
     # Beside the data set: the store holds nothing that its checksums do not cover.
@@ -241,13 +325,12 @@ def open_dataset(setup: Setup) -> Dataset:
     return dataset
 
 
-def logs_path(output: Path) -> Path:
-    """Beside the data set, as the configuration: what each process of several says."""
-    return output.resolve().with_name(f"{output.resolve().name}.logs")
-
-
-def config_path(output: Path) -> Path:
-    return output.resolve().with_name(f"{output.resolve().name}.extract.json")
+def make_codecs(setup: Setup) -> tuple[Codec, Codec | None]:
+    config = setup.config
+    sample_NLD = None
+    if needs_sample(config):
+        sample_NLD = run_sample(setup.runner, setup.corpus.documents, config)
+    return fit_codecs(config, len(setup.layer_ids), setup.spec.hidden_size, sample_NLD)
 
 
 def make_contract(setup: Setup) -> dict[str, Any]:
@@ -261,7 +344,7 @@ def make_contract(setup: Setup) -> dict[str, Any]:
         "dtype": config.dtype,
         "loss_mask_rule": LOSS_MASK_RULE,
         "max_length": setup.max_length,
-        "truncation_rule": TRUNCATION_RULE,
+        "truncation_rule": TRUNCATION_RULES[config.over_long],
         "final_hidden": None if config.final_hidden == "none" else config.final_hidden,
         "codec": config.codec,
         "final_codec": None if config.final_hidden == "none" else config.final_codec,
@@ -307,78 +390,6 @@ def wait_for_first_rank(path: Path) -> None:
             bar.advance(1.0)
 
 
-def fit_codecs(setup: Setup) -> tuple[Codec, Codec | None]:
-    """The codec of the taps and that of the final hidden state, if this is to be stored."""
-    config, layers = setup.config, len(setup.layer_ids)
-    sample_NLD = run_sample(setup) if needs_sample(config) else None
-
-    def fit(name: str, part: slice, what: str) -> Codec:
-        own_NLD = None if sample_NLD is None else sample_NLD[:, part]
-        sizes = {"layers": part.stop - part.start, "width": setup.spec.hidden_size}
-        codec = make_codec(name, **sizes, calibration=own_NLD)
-        if own_NLD is not None:
-            refuse_error(codec, own_NLD, config.max_codec_error, what)
-        return codec
-
-    final = slice(layers, layers + 1)
-    return fit(config.codec, slice(0, layers), "the tapped layers"), (
-        fit(config.final_codec, final, "the final hidden state")
-        if config.final_hidden != "none"
-        else None
-    )
-
-
-def needs_sample(config: ExtractConfig) -> bool:
-    """Whether a codec is fitted to hidden states."""
-    names = [config.codec, *([config.final_codec] if config.final_hidden != "none" else [])]
-    return any(map(needs_calibration, names))
-
-
-def run_sample(setup: Setup) -> Tensor:
-    """States bf16 [N, L, D] of documents drawn from the whole corpus, to calibrate codecs on.
-
-    They stay on the target's device: medians of 16,384 tokens take 10 s on one CPU core.
-    """
-    config = setup.config
-    sample = draw_sample(setup.corpus.documents, config.calibration_tokens, config.seed)
-    parts: list[Tensor] = []
-    with progress("calibrating the codec", total=sum(map(len, sample)), unit="tok") as bar:
-        for row in pack_rows(sample, row_tokens(config)):
-            taps_NLD = run_target(setup.target, row)
-            parts.append(taps_NLD[taps_NLD.isfinite().flatten(1).all(1)])
-            bar.advance(row_length(row))
-    sample_NLD = torch.cat(parts)
-    if not len(sample_NLD):
-        raise ValueError(_all_broken(len(sample)))
-    return sample_NLD
-
-
-def refuse_error(codec: Codec, sample_NLD: Tensor, limit: float, what: str) -> None:
-    """ValueError if the codec is too coarse for its own sample: hours before a shard says so."""
-    errors_NL = torch.cat(
-        [measure(part, codec.decode(codec.encode(part)))[..., 3] for part in sample_NLD.split(512)]
-    )
-    worst = float(errors_NL.double().quantile(0.99, dim=0).max())
-    if worst > limit:
-        raise ValueError(
-            f"codec {codec.name} stores {what} of the calibration sample with a relative error of "
-            f"{worst:.1%} (p99 over tokens), above {limit:.1%}; use lossless (--codec, "
-            "--final-codec), or raise --max-codec-error"
-        )
-
-
-def _all_broken(documents: int) -> str:
-    return (
-        f"all of {documents:,} documents have hidden states that are inf, NaN or zero; check the "
-        "target's weights, or run it in another precision (--dtype float32)"
-    )
-
-
-def run_target(target: TappedTarget, row: Row) -> Tensor:
-    """bf16 [N, L, D] on the target's device: the states of all tokens of the row in order."""
-    return target.taps([document.input_ids for document in row])
-
-
 def resume(setup: Setup, dataset: Dataset) -> list[str]:
     """This rank's shards that are still to be written; says what an earlier run left."""
     own = setup.own_shards
@@ -392,66 +403,65 @@ def resume(setup: Setup, dataset: Dataset) -> list[str]:
     return found.missing
 
 
-def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str]) -> float:
+def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str], meter: Meter) -> float:
     """Run the target over the shards' documents, encode on its device, write and commit.
 
-    Copying to the CPU and writing happen a row or two behind the target. Returns the seconds it
+    Copying to the CPU and writing happen some rows behind the target. Returns the seconds it
     took, the loading of the target left out.
     """
     dataset.refuse_other_kernels(describe_kernels(setup))
-    encode = make_encoder(dataset, setup.world.device)
-    started = time.monotonic()
+    encode = make_encoder(dataset, setup.world.device, compiled=compiles(setup))
     tokens = sum(row_length(row) for name in names for row in setup.plan[name])
+    started = time.monotonic()
     with (
-        progress("extracting", total=tokens, unit="tok") as bar,
-        ShardStore(setup, dataset) as store,
-        Behind(depth=2) as behind,
+        open_store(setup, dataset, meter) as store,
+        Behind(_CALLS_BEHIND) as behind,
+        progress(
+            "extracting", total=tokens, unit="tok", details=lambda: tell(meter.facts())
+        ) as bar,
     ):
+        meter.begin(
+            flop_per_token=setup.target.flop_per_token,
+            matmul_rate=setup.matmul_rate,
+            queued=behind.waiting,
+        )
         for name in names:
             behind.call(store.begin, name)
             for row in setup.plan[name]:
-                behind.call(store.add, row, encode(run_target(setup.target, row)))
-                bar.advance(row_length(row))
+                for part, encoded in setup.runner.run(row, encode):
+                    behind.call(store.add, part, encoded)
+                    meter.ran(row_length(part), setup.target.padded(row_length(part)))
+                    bar.advance(row_length(part))
             behind.call(store.commit)
+        with phase("writing the last shard"):
+            behind.finish()
     return time.monotonic() - started
 
 
-class ShardStore:
-    """The shard that is being written; `begin`, `add` and `commit` run behind the target."""
+def open_store(setup: Setup, dataset: Dataset, meter: Meter) -> ShardStore:
+    config, rank = setup.config, setup.world.rank
+    planned, kept = own_documents(setup, dataset)
+    quarantine = Quarantine(
+        quarantine_path(config.output, rank),
+        documents=sum(len(row) for name in setup.own_shards for row in setup.plan[name]),
+        before=planned - kept,
+        largest_share=config.max_bad_fraction,
+    )
+    return ShardStore(
+        dataset,
+        rank=rank,
+        largest_error=config.max_codec_error,
+        quarantine=quarantine,
+        meter=meter,
+    )
 
-    def __init__(self, setup: Setup, dataset: Dataset) -> None:
-        self._dataset, self._rank = dataset, setup.world.rank
-        self._largest_error = setup.config.max_codec_error
-        self._open: ShardWriter | None = None
 
-    def begin(self, name: str) -> None:
-        self._open = ShardWriter(
-            self._dataset, name, rank=self._rank, largest_error=self._largest_error
-        )
-
-    def add(self, row: Row, encoded: Encoded) -> None:
-        assert self._open
-        encoded.wait()
-        documents, planes, facts_NL4 = keep_sound(row, encoded.planes, encoded.facts_NL4)
-        if documents:
-            self._open.append(documents, planes, facts_NL4)
-
-    def commit(self) -> None:
-        assert self._open
-        self._open.commit()
-        self._close()
-
-    def _close(self) -> None:
-        """What was not committed is gone."""
-        if self._open:
-            self._open.__exit__()
-            self._open = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
+def own_documents(setup: Setup, dataset: Dataset) -> tuple[int, int]:
+    """Documents that went into this rank's committed shards by the plan, and those in them."""
+    records = dataset.committed()
+    own = [records[name] for name in setup.own_shards if name in records]
+    planned = sum(len(row) for record in own for row in setup.plan[record.name])
+    return planned, sum(record.documents for record in own)
 
 
 def summarize(
@@ -460,59 +470,19 @@ def summarize(
     """What became of the conversations, and what stands on the disk of this rank's shards."""
     records = dataset.committed()
     own = [records[name] for name in setup.own_shards]
-    planned = sum(len(row) for record in own for row in setup.plan[record.name])
-    documents = sum(record.documents for record in own)
+    planned, documents = own_documents(setup, dataset)
     if planned and not documents and setup.world.size == 1:
-        raise ValueError(_all_broken(planned))
+        raise ValueError(all_broken(planned))
     tokens_now = sum(record.tokens for record in own if record.name in written)
     world = setup.world
     return {
-        **(_corpus_facts(setup.corpus) if world.is_first else {}),
+        **(corpus_facts(setup.corpus) if world.is_first else {}),
         **({"shards of rank": f"{world.rank} of {world.size}"} if world.size > 1 else {}),
         "shards": len(own),
         "shards_written_now": len(written),
         "documents": documents,
         "broken_documents": planned - documents,
-        **_disk_facts([ShardReader(dataset, record) for record in own]),
+        **disk_facts([ShardReader(dataset, record) for record in own]),
         "tokens_per_second": tokens_now / max(seconds, 1e-9),
         "written to": str(setup.config.output),
-    }
-
-
-def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    """Counts over all files, whatever the number of ranks."""
-    counts = {name: value for name, value in vars(corpus.counts).items() if name != "dropped"}
-    dropped = corpus.counts.dropped
-    return {**counts, **{f"dropped ({why})": n for why, n in sorted(dropped.items())}}
-
-
-def _disk_facts(readers: Sequence[ShardReader]) -> dict[str, Any]:
-    tokens = sum(reader.record.tokens for reader in readers)
-    size = sum(reader.bytes for reader in readers)
-    bf16_size = sum(reader.bf16_bytes for reader in readers)
-    errors = [tap["relative_l2_p99"] for reader in readers for tap in reader.statistics]
-    return {
-        "tokens": tokens,
-        "supervised_tokens": sum(reader.record.supervised for reader in readers),
-        "bytes_per_token": size / max(tokens, 1),
-        "ratio_to_bf16": bf16_size / max(size, 1),
-        "relative_error_p99": max(errors, default=0.0),
-    }
-
-
-def total_summary(output: Path, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The summary of all ranks: of the corpus as rank 0 has it, sums, and what is on the disk."""
-    dataset = Dataset.open(output)
-    records = dataset.committed().values()
-    if not any(record.documents for record in records):
-        raise ValueError(_all_broken(dataset.contract["documents"]))
-    first = shares[0]
-    own = {"shards of rank", "shards", "documents", "seconds"}
-    summed = ("shards_written_now", "broken_documents", "tokens_per_second")
-    return {
-        **{name: value for name, value in first.items() if name not in own},
-        "shards": len(records),
-        "documents": sum(record.documents for record in records),
-        **{name: sum(share[name] for share in shares) for name in summed},
-        **_disk_facts([ShardReader(dataset, record) for record in records]),
     }

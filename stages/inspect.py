@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_offline.chat import load_tokenizer
 from dflash_offline.commit import ShardRecord
 from dflash_offline.config import InspectConfig
-from dflash_offline.conversations import load_tokenizer
 from dflash_offline.dataset import Dataset
 from dflash_offline.shards import CHUNK_TOKENS, ShardReader
 from dflash_offline.spec import TargetSpec

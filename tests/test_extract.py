@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,17 +17,24 @@ from tiny_target import WORDS, build_tiny_target, reference_states
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dflash_offline import calibration
+from dflash_offline import corpus as corpus_module
 from dflash_offline.cli.extract import extract as command
 from dflash_offline.config import ExtractConfig, InspectConfig, VerifyConfig
-from dflash_offline.conversations import Document
 from dflash_offline.dataset import Dataset
-from dflash_offline.planning import draw_sample, pack_rows, plan_shards
+from dflash_offline.documents import Document
+from dflash_offline.halving import Halving
+from dflash_offline.heartbeat import read_heartbeat
+from dflash_offline.planning import draw_sample, pack_rows, plan_shards, row_length
 from dflash_offline.shard_set import ShardSet
+from dflash_offline.spec import TargetSpec
 from dflash_offline.stages import extract as stage
 from dflash_offline.stages.extract import extract
 from dflash_offline.stages.inspect import inspect
 from dflash_offline.stages.verify import verify
 from dflash_offline.step import RowShape, load_batch
+from dflash_offline.summary import total_summary
+from dflash_offline.world import World
 
 LENGTHS = (7, 30, 129, 12, 64, 5, 33)
 
@@ -72,6 +80,7 @@ class IdentityTarget:
     """Hidden state of position t is t + layer / 8, exact in bf16 for t below 32."""
 
     self_test = {}  # noqa: RUF012 (never changed)
+    flop_per_token = 1.0
 
     def __init__(self, layer_ids, width):
         self.offsets_L1 = torch.tensor(layer_ids)[:, None] / 8
@@ -79,6 +88,9 @@ class IdentityTarget:
 
     def describe_kernels(self):
         return {"attention": "none"}
+
+    def padded(self, tokens):
+        return tokens
 
     def taps(self, documents):
         positions_N11 = torch.cat([torch.arange(len(ids)) for ids in documents])[:, None, None]
@@ -236,7 +248,7 @@ def test_shard_with_too_large_an_error_is_not_committed(tmp_path, tiny_llama, mo
     """The sample was good, and the corpus has worse."""
     data, output = tmp_path / "data.jsonl", tmp_path / "shards"
     write_rows(data)
-    monkeypatch.setattr(stage, "refuse_error", lambda *_: None)
+    monkeypatch.setattr(calibration, "_refuse_error", lambda *_: None)
     with pytest.raises(ValueError, match=r"shard-000000: its codec stores layer .*above 0.1%"):
         extract(config(tiny_llama, data, output, max_codec_error=1e-3))
     assert list((output / "shards").iterdir()) == []
@@ -389,15 +401,15 @@ def test_failed_run_goes_on_where_it_stopped(tmp_path, tiny_llama, monkeypatch):
     write_rows(data)
     knobs = {"shard_tokens": 60, "batch_tokens": 64, "codec": "raw"}
     whole = extract(config(tiny_llama, data, tmp_path / "whole", **knobs))
-    real, calls = stage.run_target, []
+    real, calls = Halving.states, []
 
-    def fails_third(target, batch):
-        calls.append(len(batch))
+    def fails_third(self, row):
+        calls.append(len(row))
         if len(calls) == 3:
             raise RuntimeError("power cut")
-        return real(target, batch)
+        return real(self, row)
 
-    monkeypatch.setattr(stage, "run_target", fails_third)
+    monkeypatch.setattr(Halving, "states", fails_third)
     with pytest.raises(RuntimeError, match="power cut"):
         extract(config(tiny_llama, data, tmp_path / "parts", **knobs))
     rest = extract(config(tiny_llama, data, tmp_path / "parts", **knobs))
@@ -468,8 +480,24 @@ def test_rank_that_waits_in_vain_says_for_whom(tmp_path, tiny_llama, monkeypatch
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(stage, "_WAIT_SECONDS", -1.0)
+    monkeypatch.setattr(stage, "_TOKENISING_SECONDS", -1.0)
+    with pytest.raises(ValueError, match=r"rank 0 made no .*corpus\.safetensors"):
+        extract(config(tiny_llama, data, tmp_path / "shards"))
+    corpus_of = partial(stage.read_corpus, spec=TargetSpec.read(tiny_llama), max_length=4096)
+    first = World(0, 2, torch.device("cpu"))
+    corpus_of(config(tiny_llama, data, tmp_path / "shards"), first)
     with pytest.raises(ValueError, match=r"rank 0 made no .*dataset\.json"):
         extract(config(tiny_llama, data, tmp_path / "shards"))
+
+
+@pytest.mark.parametrize("name", ["extract.json", "corpus.safetensors"])
+def test_data_in_the_way_of_a_file_of_ours_is_refused(tmp_path, tiny_llama, name):
+    data = tmp_path / f"shards.{name}"
+    write_rows(data)
+    content = data.read_bytes()
+    with pytest.raises(ValueError, match=rf"--data .*{name} is where the .* goes"):
+        extract(config(tiny_llama, data, tmp_path / "shards"))
+    assert data.read_bytes() == content
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
@@ -478,20 +506,21 @@ def test_document_with_broken_states_is_left_out_and_counted(
 ):
     data, output = tmp_path / "data.jsonl", tmp_path / "shards"
     rows = write_rows(data)
-    real = stage.run_target
+    real = Halving.states
 
-    def breaks_one(target, batch):
-        taps_NLD = real(target, batch).clone()
+    def breaks_one(self, row):
+        taps_NLD = real(self, row).clone()
         start = 0
-        for document in batch:
+        for document in row:
             if document.index == 3:
                 taps_NLD[start + 5, 2] = value
             start += len(document)
         return taps_NLD
 
-    monkeypatch.setattr(stage, "run_target", breaks_one)
-    summary = extract(config(tiny_llama, data, output, codec="raw"))
-    assert "document 3 left out: broken states of 1 tokens" in capsys.readouterr().err
+    monkeypatch.setattr(Halving, "states", breaks_one)
+    summary = extract(config(tiny_llama, data, output, codec="raw", max_bad_fraction=0.5))
+    assert "document 3 set aside: broken states of 1 tokens" in capsys.readouterr().err
+    assert quarantined(output) == [{"document": 3, "broken_tokens": 1, "shard": "shard-000000"}]
     assert summary["broken_documents"] == 1
     assert summary["documents"] == len(LENGTHS) - 1
     found = documents_of(output)
@@ -507,13 +536,13 @@ def test_document_with_broken_states_is_left_out_and_counted(
 def test_a_shard_of_broken_documents_alone_is_no_dead_end(tmp_path, tiny_llama, monkeypatch):
     data, output = tmp_path / "data.jsonl", tmp_path / "shards"
     write_rows(data, (70, 30, 12))
-    real = stage.run_target
+    real = Halving.states
 
-    def breaks_the_long_one(target, row):
-        return real(target, row) * (float("nan") if len(row[0]) == 70 else 1.0)
+    def breaks_the_long_one(self, row):
+        return real(self, row) * (float("nan") if len(row[0]) == 70 else 1.0)
 
-    monkeypatch.setattr(stage, "run_target", breaks_the_long_one)
-    knobs = {"codec": "raw", "shard_tokens": 60}
+    monkeypatch.setattr(Halving, "states", breaks_the_long_one)
+    knobs = {"codec": "raw", "shard_tokens": 60, "max_bad_fraction": 0.5}
     summary = extract(config(tiny_llama, data, output, **knobs))
     assert (summary["documents"], summary["broken_documents"]) == (2, 1)
     again = extract(config(tiny_llama, data, output, **knobs))
@@ -526,10 +555,91 @@ def test_a_shard_of_broken_documents_alone_is_no_dead_end(tmp_path, tiny_llama, 
 def test_target_that_gives_only_nan_is_an_error(tmp_path, tiny_llama, monkeypatch, codec):
     data = tmp_path / "data.jsonl"
     write_rows(data)
-    real = stage.run_target
-    monkeypatch.setattr(stage, "run_target", lambda *given: real(*given) * float("nan"))
+    real = Halving.states
+    monkeypatch.setattr(Halving, "states", lambda *given: real(*given) * float("nan"))
+    knobs = {"codec": codec, "max_bad_fraction": 1.0}
     with pytest.raises(ValueError, match=r"all of 7 documents have hidden states that are inf"):
-        extract(config(tiny_llama, data, tmp_path / "shards", codec=codec))
+        extract(config(tiny_llama, data, tmp_path / "shards", **knobs))
+
+
+def breaks_documents(monkeypatch, indices):
+    """The first state of these documents is NaN from here on."""
+    real = Halving.states
+
+    def states(self, row):
+        taps_NLD = real(self, row).clone()
+        start = 0
+        for document in row:
+            taps_NLD[start] *= float("nan") if document.index in indices else 1.0
+            start += len(document)
+        return taps_NLD
+
+    monkeypatch.setattr(Halving, "states", states)
+
+
+def quarantined(output):
+    path = output.with_name(f"{output.name}.logs") / "rank-00.quarantine.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_too_large_a_share_of_broken_documents_ends_the_run(tmp_path, tiny_llama, monkeypatch):
+    """Two of seven are 29 %: allowed at 0.3, too many at 0.28, at once or over two runs."""
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    knobs = {"codec": "raw", "shard_tokens": 60}
+    breaks_documents(monkeypatch, {1, 4})
+    summary = extract(config(tiny_llama, data, tmp_path / "most", max_bad_fraction=0.3, **knobs))
+    assert (summary["documents"], summary["broken_documents"]) == (5, 2)
+    few = config(tiny_llama, data, tmp_path / "few", max_bad_fraction=0.28, **knobs)
+    for _ in range(2):  # what an earlier run set aside counts as well
+        with pytest.raises(
+            ValueError, match=r"2 of 7 documents .* --max-bad-fraction 0\.28 allows"
+        ):
+            extract(few)
+    assert {entry["document"] for entry in quarantined(tmp_path / "few")} == {1, 4}
+    assert len(Dataset.open(tmp_path / "few").committed()) == summary["shards"] - 1
+
+
+class OutOfMemoryAbove:
+    """States of real rows of at most so many tokens; longer ones do not fit."""
+
+    def __init__(self, monkeypatch, tokens):
+        self.lengths = []
+        real = Halving.states
+
+        def states(halving, row):
+            self.lengths.append(row_length(row))
+            if self.lengths[-1] > tokens:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0")
+            return real(halving, row)
+
+        monkeypatch.setattr(Halving, "states", states)
+
+
+def test_out_of_memory_halves_the_rows_once(tmp_path, tiny_llama, monkeypatch, capsys):
+    """fp32 on a CPU: a document's states do not depend on its row."""
+    data = tmp_path / "data.jsonl"
+    write_rows(data, (30, 25, 20, 10, 10, 8))
+    knobs = {"codec": "raw", "batch_tokens": 64, "dtype": "float32"}
+    extract(config(tiny_llama, data, tmp_path / "whole", **knobs))
+    memory = OutOfMemoryAbove(monkeypatch, 40)
+    capsys.readouterr()
+    extract(config(tiny_llama, data, tmp_path / "halved", **knobs))
+    said = capsys.readouterr().err
+    assert said.count("warning: out of memory (CUDA out of memory); rows of at most 32 tok") == 1
+    assert [length > 32 for length in memory.lengths] == [True] + [False] * (
+        len(memory.lengths) - 1
+    )
+    assert_same(documents_of(tmp_path / "halved"), documents_of(tmp_path / "whole"))
+
+
+def test_a_second_lack_of_memory_ends_the_run(tmp_path, tiny_llama, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    write_rows(data, (30, 25, 20, 10, 10, 8))
+    OutOfMemoryAbove(monkeypatch, 20)
+    knobs = {"codec": "raw", "batch_tokens": 64}
+    with pytest.raises(torch.OutOfMemoryError):
+        extract(config(tiny_llama, data, tmp_path / "shards", **knobs))
 
 
 def test_contract_of_another_run_is_refused(tmp_path, tiny_llama):
@@ -621,6 +731,92 @@ def test_summary_counts_each_kind_of_dropped_conversation(tmp_path, tiny_llama):
     }
     assert summary["conversations"] == 7
     assert summary["documents"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_documents_read_are_those_kept_and_those_dropped_for_each_reason(
+    tmp_path, tiny_llama, monkeypatch, ranks
+):
+    """Two are silent, two too long, one is answered too late and one has a broken state."""
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    good = [{"input_ids": [5] * n, "loss_mask": [0] * 4 + [1] * (n - 4)} for n in range(6, 26)]
+    silent = {"input_ids": [5] * 9, "loss_mask": [0] * 9}
+    long = {"input_ids": [5] * 31, "loss_mask": [1] * 31}
+    rows = [silent, long, *good, silent, long]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    breaks_documents(monkeypatch, {7})
+    knobs = {"max_length": 30, "over_long": "drop", "max_bad_fraction": 0.1, "shard_tokens": 100}
+    if ranks == 1:
+        summary = extract(config(tiny_llama, data, output, **knobs))
+    else:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        shares = []
+        for rank in range(2):
+            monkeypatch.setenv("RANK", str(rank))
+            shares.append(extract(config(tiny_llama, data, output, **knobs)))
+        summary = total_summary(output, shares)
+    dropped = {name: count for name, count in summary.items() if name.startswith("dropped")}
+    assert dropped == {
+        "dropped (longer than --max-length)": 2,
+        "dropped (no two neighbouring tokens of the target)": 2,
+    }
+    assert summary["documents_read"] == len(rows) == 24
+    assert summary["documents"] == len(documents_of(output)) == 19
+    assert summary["broken_documents"] == 1
+
+
+def test_another_rule_for_long_documents_is_another_data_set(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    extract(config(tiny_llama, data, output))
+    with pytest.raises(ValueError, match="was made with truncation_rule"):
+        extract(config(tiny_llama, data, output, over_long="drop"))
+
+
+def test_a_rerun_and_the_other_ranks_do_not_tokenise_again(tmp_path, tiny_llama, monkeypatch):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    extract(config(tiny_llama, data, output, shard_tokens=80))
+    monkeypatch.setattr(corpus_module, "read_documents", None)  # whoever calls it fails
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        extract(config(tiny_llama, data, output, shard_tokens=80))
+    assert sorted(documents_of(output)) == list(range(len(LENGTHS)))
+
+
+def test_a_corpus_that_cannot_be_kept_ends_a_run_of_several_ranks(
+    tmp_path, tiny_llama, monkeypatch
+):
+    """The others would wait for it in vain; a run of one goes on without."""
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    (tmp_path / "shards.corpus.safetensors").mkdir()
+    extract(config(tiny_llama, data, tmp_path / "shards"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "more.corpus.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"cannot be kept in .*more\.corpus\.safetensors"):
+        extract(config(tiny_llama, data, tmp_path / "more"))
+
+
+def test_the_heartbeat_tells_what_was_run_and_how_it_ended(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    extract(config(tiny_llama, data, output))
+    beat = read_heartbeat(tmp_path / "shards.logs" / "rank-00.heartbeat.json")
+    assert beat["outcome"] == "finished"
+    assert beat["tokens"] == sum(LENGTHS)
+    assert 0 <= beat["filler_share"] < 1
+    assert beat["queued"] == 0
+    assert beat["matmul_share"] > 0
+    data.write_text("nonsense\n")
+    with pytest.raises(ValueError, match="not JSON"):
+        extract(config(tiny_llama, data, tmp_path / "more"))
+    beat = read_heartbeat(tmp_path / "more.logs" / "rank-00.heartbeat.json")
+    assert beat["outcome"].startswith("failed: ")
+    assert "not JSON" in beat["outcome"]
 
 
 def test_ranks_sum_up_their_own_shards_and_the_first_one_the_corpus(

@@ -7,7 +7,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    0: {"__init__", "config", "facts", "world", "metrics", "prefetch", "files"},
+    0: {
+        "__init__",
+        "config",
+        "facts",
+        "world",
+        "metrics",
+        "prefetch",
+        "files",
+        "workers",
+        "beside",
+    },
     1: {
         "spec",
         "codec",
@@ -19,11 +29,22 @@ FLOORS = {
         "skeleton",
         "weights",
         "launch",
+        "heartbeat",
+        "documents",
     },
-    2: {"conversations", "target", "drafter", "dataset", "direct", "sizing", "sampling"},
-    3: {"shards", "checkpoint", "planning"},
-    4: {"shard_set", "encoding"},
-    5: {"packing", "contract"},
+    2: {
+        "chat",
+        "matmul_rate",
+        "target",
+        "drafter",
+        "dataset",
+        "direct",
+        "sizing",
+        "sampling",
+    },
+    3: {"shards", "checkpoint", "planning", "conversations", "meter", "quarantine"},
+    4: {"shard_set", "encoding", "halving", "summary", "corpus"},
+    5: {"packing", "contract", "calibration", "shard_store"},
     6: {"anchors"},
     7: {"loss"},
     8: {"step", "acceptance"},
@@ -36,12 +57,12 @@ ONLY_IN = {
     "transformers": {
         "dflash_offline/skeleton.py",
         "dflash_offline/packed.py",
-        "dflash_offline/conversations.py",
+        "dflash_offline/chat.py",
         "dflash_offline/acceptance.py",
         "cli/inspect_shard.py",
     },
 }
-LIGHT = {"config", "facts", "spec", "metrics", "sizing", "sampling", "estimate"}
+LIGHT = {"config", "facts", "spec", "metrics", "sizing", "sampling", "estimate", "heartbeat"}
 FILES = sorted(p for d in ("dflash_offline", "cli", "stages") for p in (ROOT / d).glob("*.py"))
 
 

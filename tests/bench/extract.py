@@ -1,20 +1,20 @@
 """Stage one at the real size of Qwen3.6-27B's text tower, with random weights, on one GPU.
 
-    python tests/bench/extract.py [--rows 12] [--layers 62] [--folder DIR]
+    python tests/bench/extract.py [--rows 32] [--layers 62] [--precision both] [--folder DIR]
 
 Prints one JSON line. Documents have log-normal lengths (median 1,200, up to 8,192 tokens) and
 random ids. In one process, on the same documents:
 
-  plain    a quarter of the documents: transformers with fla's kernels, batches of up to 8,192
-           tokens padded on the right (sorted by length), hooks on the tapped layers, nothing kept
-  peer     an eighth of them: one document at a time, output_hidden_states=True, torch.save of the
-           taps, as the offline recipes of the field do it
+  plain    some of the documents: transformers with fla's kernels, batches of up to 8,192 tokens
+           padded on the right (sorted by length), hooks on the tapped layers, nothing kept
+  peer     half of those: one document at a time, output_hidden_states=True, torch.save of the
+           taps, as Model-Optimizer's compute_hidden_states_hf.py does it
   forward  rows of 16,384 tokens, compiled layers, nothing encoded
   extract  the stage's own loop: rows, int8, checksums, shards committed to DIR
 
 Rates are real tokens (padding does not count) a second, the shards' fsync included; they take
-turns, after one round that also tunes kernels. Then the large linears become fp8, and forward and
-extract are run again.
+turns, after a turn of plain and peer that tunes kernels. Then the large linears become fp8, and
+forward and extract are run again. --profile adds where the time of one row goes, by kernel.
 Needs fla-core and some 70 GB of GPU memory.
 """
 
@@ -31,7 +31,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel
 
 from dflash_offline.config import ExtractConfig
-from dflash_offline.conversations import Corpus, Counts, Document
+from dflash_offline.documents import Corpus, Counts, Document
+from dflash_offline.encoding import make_encoder
+from dflash_offline.meter import Meter
 from dflash_offline.planning import pack_rows, plan_shards
 from dflash_offline.spec import TargetSpec
 from dflash_offline.stages import extract as stage
@@ -140,21 +142,23 @@ def make_setup(documents, target, layers, folder):
         max_position_embeddings=262_144, bos_token_id=None, pad_token_id=None, eos_token_ids=(),
         tokenizer_hash="", template_hash="",
     )  # fmt: skip
-    plan = plan_shards(documents, shard_tokens=65_536, row_tokens=ROW)
-    tokens = sum(map(len, documents))
     world = World(0, 1, torch.device("cuda", 0))
     corpus = Corpus(documents=documents, counts=Counts(), sha256={})
-    setup = stage.Setup(config, world, spec, ids, 8192, corpus, plan)
+    setup = stage.Setup(config, world, spec, ids, 8192, corpus, plan(documents))
     setup.__dict__["target"] = target  # a cached property: nothing is loaded
-    rows = [row for shard in plan.values() for row in shard]
-    return setup, 1 - tokens / (ROW * len(rows))
+    return setup
+
+
+def plan(documents):
+    return plan_shards(documents, shard_tokens=65_536, row_tokens=ROW)
 
 
 def run_stage(setup, dataset):
     """All shards anew, into a data set whose codec is fitted."""
     for name in list(dataset.committed()):
         shutil.rmtree(dataset.set_aside(name))
-    stage.write_shards(setup, dataset, stage.resume(setup, dataset))
+    meter = Meter(setup.config.output)
+    stage.write_shards(setup, dataset, stage.resume(setup, dataset), meter)
 
 
 def forward_only(target, documents):
@@ -171,101 +175,149 @@ def seconds_of(work):
 
 
 def take_turns(works, rounds):
+    """Median seconds of each."""
     times = {name: [] for name in works}
-    for turn in range(rounds + 1):
+    for turn in range(rounds):
         for name, work in works.items():
-            seconds = seconds_of(work)
-            say(f"{name} {seconds:.2f} s" + ("" if turn else " (to warm up)"))
-            if turn:
-                times[name].append(seconds)
+            if name in ("plain", "peer") and not turn:
+                say(f"{name} {seconds_of(work):.2f} s, kernels tuned")
+            times[name].append(seconds_of(work))
+            say(f"{name} {times[name][-1]:.2f} s")
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def profile(work):
+    """Share of GPU time by kind of kernel, and the longest kernels."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        seconds = seconds_of(work)
+    kernels = sorted(found.key_averages(), key=lambda k: -k.self_device_time_total)
+    total = sum(kernel.self_device_time_total for kernel in kernels)
+    for kernel in kernels[:25]:
+        share, each = kernel.self_device_time_total / total, kernel.self_device_time_total
+        each /= kernel.count
+        say(f"{share:7.2%} {kernel.count:5} x {each:8.0f} us {kernel.key[:80]}")
+    say(f"kernels {total / 1e6:.3f} s of {seconds:.3f} s")
+
+
+def uncompile(tower):
+    for layer in tower.layers:
+        layer.__dict__.pop("forward", None)
+
+
+def run_bf16(tower, ids, documents, folder, options):
+    """Seconds of each work, and how many tokens each has run over."""
+    started = time.monotonic()
+    target = TappedTarget(tower, ids, compiled_row=ROW)
+    say(f"compiled in {time.monotonic() - started:.0f} s, {target.self_test}")
+    setup, dataset = open_stage(documents, target, options.layers, folder / "bf16")
+    functions = fla_functions(target)
+    compiled = [layer.forward for layer in tower.layers]
+    few = documents[:: options.few]
+
+    def as_it_is(work):
+        uncompile(tower)
+        work()
+        for layer, forward in zip(tower.layers, compiled, strict=True):
+            layer.forward = forward
+
+    works = {
+        **stage_works(target, setup, dataset, documents),
+        "plain": lambda: as_it_is(lambda: plain_forward(tower, few, functions)),
+        "peer": lambda: as_it_is(lambda: peer_loop(tower, few[::2], functions, folder)),
+    }
+    if options.profile:
+        profile(lambda: forward_only(target, documents[: ROW // 2000]))
+    works = {name: work for name, work in works.items() if name != options.leave_out}
+    times = take_turns(works, options.rounds)
+    shutil.rmtree(setup.config.output)
+    for layer in tower.layers:
+        layer._forward_hooks.clear()
+    uncompile(tower)
+    torch.compiler.reset()
+    sizes = {"forward": documents, "extract": documents, "plain": few, "peer": few[::2]}
+    return times, {name: sum(map(len, part)) for name, part in sizes.items()}, target.self_test
+
+
+def run_fp8(tower, ids, documents, folder, options):
+    started = time.monotonic()
+    target = TappedTarget(tower, ids, compiled_row=ROW, fp8=True)
+    say(f"compiled in {time.monotonic() - started:.0f} s, {target.self_test}")
+    setup, dataset = open_stage(documents, target, options.layers, folder / "fp8")
+    if options.profile:
+        profile(lambda: forward_only(target, documents[: ROW // 2000]))
+    times = take_turns(stage_works(target, setup, dataset, documents), options.rounds)
+    return times, dict.fromkeys(times, sum(map(len, documents))), target.self_test
+
+
+def stage_works(target, setup, dataset, documents):
+    return {
+        "forward": lambda: forward_only(target, documents),
+        "extract": lambda: run_stage(setup, dataset),
+    }
+
+
+def open_stage(documents, target, layers, folder):
+    """The stage's setup and an empty data set; its calibration also tunes the kernels."""
+    setup = make_setup(documents, target, layers, folder)
+    started = time.monotonic()
+    dataset = stage.open_dataset(setup)
+    # Compiled once, as in a run of many shards.
+    encode = make_encoder(dataset, target.device, compiled=True)
+    for part in (documents[:3], documents[3:9]):
+        encode(target.taps([document.input_ids for document in part]))
+    stage.make_encoder = lambda *_, **__: encode
+    say(f"codec fitted and compiled in {time.monotonic() - started:.0f} s")
+    return setup, dataset
 
 
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=12, help="of 16,384 tokens")
+    parser.add_argument("--rows", type=int, default=32, help="of 16,384 tokens")
+    parser.add_argument(
+        "--few", type=int, default=8, help="plain runs over one document in so many"
+    )
     parser.add_argument("--layers", type=int, default=62)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--precision", choices=("both", "bf16", "fp8"), default="both")
+    parser.add_argument("--leave-out", default="", help="works not to run: peer, say")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     documents = draw_documents(options.rows)
-    tokens = sum(map(len, documents))
-    started = time.monotonic()
     tower = build_tower(options.layers)
-    say(f"built in {time.monotonic() - started:.0f} s")
     linears = [m for m in tower.layers.modules() if isinstance(m, torch.nn.Linear)]
     flop = 2 * sum(linear.weight.numel() for linear in linears)
     ids = tuple(i for i in LAYER_IDS if i < options.layers)
-    found = {}
+    rows = sum(len(shard) for shard in plan(documents).values())
+    line = {
+        "bench": "extract", "gpu": torch.cuda.get_device_name(), "layers": options.layers,
+        "documents": len(documents), "tokens": sum(map(len, documents)),
+        "row_filler": round(1 - sum(map(len, documents)) / (ROW * rows), 4),
+    }  # fmt: skip
+    precisions = ("bf16", "fp8") if options.precision == "both" else (options.precision,)
     try:
-        started = time.monotonic()
-        target = TappedTarget(tower, ids, compiled_row=ROW)
-        say(f"compiled in {time.monotonic() - started:.0f} s, {target.self_test}")
-        compiling = time.monotonic() - started
-        setup, unfilled = make_setup(documents, target, options.layers, folder / "bf16")
-        started = time.monotonic()
-        dataset = stage.open_dataset(setup)
-        say(f"codec fitted in {time.monotonic() - started:.0f} s")
-        functions = fla_functions(target)
-        compiled = [layer.forward for layer in tower.layers]
-        few = documents[::4]
-
-        def uncompiled(work):
-            for layer in tower.layers:
-                layer.__dict__.pop("forward", None)
-            work()
-            for layer, forward in zip(tower.layers, compiled, strict=True):
-                layer.forward = forward
-
-        works = {
-            "plain": lambda: uncompiled(lambda: plain_forward(tower, few, functions)),
-            "peer": lambda: uncompiled(lambda: peer_loop(tower, few[::2], functions, folder)),
-            "forward": lambda: forward_only(target, documents),
-            "extract": lambda: run_stage(setup, dataset),
-        }
-        sizes = {"plain": few, "peer": few[::2], "forward": documents, "extract": documents}
-        found["bf16"] = take_turns(works, options.rounds)
-        shutil.rmtree(setup.config.output)
-        uncompiled(lambda: [layer._forward_hooks.clear() for layer in tower.layers])
-        for layer in tower.layers:
-            layer.__dict__.pop("forward", None)
-        torch.compiler.reset()
-        target = TappedTarget(tower, ids, compiled_row=ROW, fp8=True)
-        say(f"fp8: {target.self_test}")
-        setup, _ = make_setup(documents, target, options.layers, folder / "fp8")
-        dataset = stage.open_dataset(setup)
-        works = {
-            "forward": lambda: forward_only(target, documents),
-            "extract": lambda: run_stage(setup, dataset),
-        }
-        found["fp8"] = take_turns(works, options.rounds)
+        for precision in precisions:
+            run = run_bf16 if precision == "bf16" else run_fp8
+            times, tokens, self_test = run(tower, ids, documents, folder, options)
+            line[precision] = describe(times, tokens, flop) | {"self_test": self_test}
     finally:
         shutil.rmtree(folder)
-    rates = {
-        precision: {
-            name: round(sum(map(len, sizes[name])) / seconds) for name, seconds in times.items()
-        }
-        for precision, times in found.items()
+    print(json.dumps(line))
+
+
+def describe(times, tokens, flop):
+    rates = {name: tokens[name] / seconds for name, seconds in times.items()}
+    found = {
+        "tokens_per_second": {name: round(rate) for name, rate in rates.items()},
+        "extract_over_forward": round(rates["extract"] / rates["forward"], 3),
+        "forward_tflops": round(flop * rates["forward"] / 1e12),
     }
-    print(
-        json.dumps(
-            {
-                "bench": "extract", "gpu": torch.cuda.get_device_name(), "tokens": tokens,
-                "documents": len(documents), "layers": options.layers, "tokens_per_second": rates,
-                "over_plain": round(rates["bf16"]["extract"] / rates["bf16"]["plain"], 3),
-                "extract_over_forward": {
-                    p: round(t["extract"] / t["forward"], 3) for p, t in found.items()
-                },
-                "forward_tflops": {
-                    p: round(flop * tokens / t["forward"] / 1e12) for p, t in found.items()
-                },
-                "row_filler": round(unfilled, 4), "fp8_error": target.self_test["fp8"],
-                "self_test": target.self_test, "compile_seconds": round(compiling),
-            }
-        )
-    )  # fmt: skip
+    if others := sorted({"plain", "peer"} & rates.keys()):
+        found |= {f"over_{name}": round(rates["extract"] / rates[name], 3) for name in others}
+    return found
 
 
 if __name__ == "__main__":

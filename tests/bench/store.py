@@ -24,8 +24,8 @@ import torch
 
 from dflash_offline.codec import make_codec, measure
 from dflash_offline.commit import manifest_line
-from dflash_offline.conversations import Document
 from dflash_offline.dataset import Dataset
+from dflash_offline.documents import Document
 from dflash_offline.shard_set import ShardSet
 from dflash_offline.shards import ShardReader, ShardWriter
 from dflash_offline.spec import TargetSpec
