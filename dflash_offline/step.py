@@ -1,4 +1,4 @@
-"""One row from the shards to its loss, and one optimizer step over the rows of all ranks.
+"""One row to its loss, and one optimizer step over the rows of all ranks.
 
 Letters: S row positions, M = taps * hidden, A anchor slots, K block size.
 """
@@ -7,70 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_offline.anchors import Blocks, eligible_positions, make_blocks, sample_anchors
+from dflash_offline.batch import Batch
 from dflash_offline.checkpoint import TrainState
 from dflash_offline.drafter import Drafter
 from dflash_offline.loss import BlockLoss, block_loss
 from dflash_offline.mask import Mask, attention_mask, block_mask_mod
 from dflash_offline.optim import set_rate
-from dflash_offline.packing import load_row, load_taps
-from dflash_offline.shard_set import ShardSet
 from dflash_offline.spec import DrafterSpec
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import World
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """The fixed sizes of a row, and how its slots are weighted."""
-
-    row_tokens: int
-    anchors: int
-    gamma: float
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """One row on the device, with its blocks."""
-
-    taps_SM: Tensor
-    document_ids_S: Tensor
-    position_ids_S: Tensor
-    blocks: Blocks
-    weight: float
-    """Sum of the block weights, known before anything has run on the device."""
-
-
-def load_batch(
-    data: ShardSet,
-    documents: Sequence[int],
-    *,
-    spec: DrafterSpec,
-    shape: RowShape,
-    seed: int,
-    device: torch.device,
-) -> Batch:
-    """The row of these documents, its anchors drawn from `seed` alone, whatever rank asks."""
-    row = load_row(data, documents, shape.row_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    blocks = make_blocks(
-        row,
-        sample_anchors(eligible_positions(row), shape.anchors, generator),
-        slots=shape.anchors,
-        block_size=spec.block_size,
-        mask_token_id=spec.mask_token_id,
-        gamma=shape.gamma,
-    )
-    return Batch(
-        taps_SM=load_taps(data, documents, shape.row_tokens, device),
-        document_ids_S=row.document_ids_S.to(device),
-        position_ids_S=row.position_ids_S.to(device),
-        blocks=blocks.to(device),
-        weight=float(blocks.weights_AK.sum()),
-    )
 
 
 def layer_masks(batch: Batch, spec: DrafterSpec) -> dict[str, Mask]:

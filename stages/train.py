@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dflash_offline.anchors import default_gamma
+from dflash_offline.batch import Batch, RowShape, load_batch
 from dflash_offline.checkpoint import (
     TrainState,
     export_drafter,
@@ -31,7 +32,7 @@ from dflash_offline.packing import RowStream
 from dflash_offline.prefetch import prefetch
 from dflash_offline.shard_set import ShardIndex, ShardSet
 from dflash_offline.spec import DrafterSpec, TargetSpec
-from dflash_offline.step import Batch, RowShape, StepResult, load_batch, row_loss, train_step
+from dflash_offline.step import StepResult, row_loss, train_step
 from dflash_offline.target import FrozenEnds
 from dflash_offline.world import World, current_world, join, leave
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_offline import calibration
 from dflash_offline import corpus as corpus_module
+from dflash_offline.batch import RowShape, load_batch
 from dflash_offline.cli.extract import extract as command
 from dflash_offline.config import ExtractConfig, InspectConfig, VerifyConfig
 from dflash_offline.dataset import Dataset
@@ -32,7 +33,6 @@ from dflash_offline.stages import extract as stage
 from dflash_offline.stages.extract import extract
 from dflash_offline.stages.inspect import inspect
 from dflash_offline.stages.verify import verify
-from dflash_offline.step import RowShape, load_batch
 from dflash_offline.summary import total_summary
 from dflash_offline.world import World
 

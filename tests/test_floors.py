@@ -46,7 +46,7 @@ FLOORS = {
     4: {"shard_set", "encoding", "halving", "summary", "corpus"},
     5: {"packing", "contract", "calibration", "shard_store"},
     6: {"anchors"},
-    7: {"loss"},
+    7: {"loss", "batch"},
     8: {"step", "acceptance"},
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

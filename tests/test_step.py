@@ -5,8 +5,9 @@ import torch
 from stores import make_store
 from test_drafter import small_drafter, small_spec
 
+from dflash_offline.batch import RowShape, load_batch
 from dflash_offline.shard_set import ShardSet
-from dflash_offline.step import RowShape, load_batch, row_loss
+from dflash_offline.step import row_loss
 from dflash_offline.target import FrozenEnds
 
 CPU = torch.device("cpu")
