@@ -38,7 +38,7 @@ from dflash_offline.workers import in_order
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-NOTHING_TO_LEARN = "no two neighbouring tokens of the target"
+NOTHING_TO_LEARN = "fewer than two supervised tokens in a row"
 CUT_BEFORE_ANSWER = "cut by --max-length before the answer"
 LONGER = "longer than --max-length"
 

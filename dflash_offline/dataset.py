@@ -170,6 +170,19 @@ class Dataset:
             dataset._refuse_other(json.loads(json_bytes(contract)))
         return dataset
 
+    @classmethod
+    def refuse_in_advance(cls, path: Path, known: Mapping[str, Any]) -> None:
+        """ValueError if `path` holds other files, or a data set of other rules.
+
+        For before anything costs time: `known` is what is known of the contract by then.
+        """
+        if not cls.exists(path):
+            _refuse_other_files(path)
+            return
+        dataset = cls.open(path)
+        known = json.loads(json_bytes(known))
+        dataset._refuse_other({**dataset.contract, **known})
+
     def _refuse_other(self, contract: dict[str, Any]) -> None:
         for field, old, new in differences(self.contract, contract):
             if not field.startswith(_NOT_COMPARED):
@@ -340,10 +353,7 @@ def _prepare_folder(path: Path) -> None:
 
     What a data set left behind that lost its dataset.json is nobody's: it is not written into.
     """
-    known = {"calibration.safetensors", "shards", "manifest", "bad"}
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    if any(name not in known and not name.startswith(".") for name in names):
-        raise ValueError(f"{path} holds other files and no data set; choose an empty folder")
+    _refuse_other_files(path)
     _make_frame(path)
     for entry in (*(path / "shards").iterdir(), *(path / "manifest").iterdir()):
         if not _LOCK.fullmatch(entry.name):
@@ -352,6 +362,13 @@ def _prepare_folder(path: Path) -> None:
                 "extract into another folder"
             )
     _lock(path, 0)
+
+
+def _refuse_other_files(path: Path) -> None:
+    known = {"calibration.safetensors", "shards", "manifest", "bad"}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if any(name not in known and not name.startswith(".") for name in names):
+        raise ValueError(f"{path} holds other files and no data set; choose an empty folder")
 
 
 def _lock(path: Path, rank: int) -> None:

@@ -84,7 +84,8 @@ class Ranks:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size)}
         with self.log_path(rank).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", _MAIN, *self._arguments],
+                # -P: the folder it runs in is no place to import from.
+                [sys.executable, "-P", "-c", _MAIN, *self._arguments],
                 env={**os.environ, **ranks},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -133,5 +134,5 @@ def end_with_parent(parent: int) -> None:
 def _last_lines(log: Path) -> str:
     """The error of a command of ours in its own sentence, or how the log ends."""
     lines = log.read_text(errors="replace").strip().splitlines()
-    errors = [line for line in lines if line.startswith("Error: ")]
+    errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
     return " | ".join(errors[-1:] or lines[-_SHOWN_LINES:]) or "it said nothing"

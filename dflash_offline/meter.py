@@ -49,7 +49,7 @@ class Meter:
 
     def facts(self) -> dict[str, Any]:
         """JSON values, under the names that `add_up` and `tell` know."""
-        if self._share_per_token is None:
+        if self._share_per_token is None or not self._tokens:
             return {}
         started, tokens, size = self._samples[0]
         seconds = max(time.monotonic() - started, 1e-9)
@@ -83,7 +83,7 @@ def add_up(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "filler_share": mean("filler_share"),
         "queued": sum(values("queued")),
         "bytes_per_second": sum(values("bytes_per_second")),
-        "free_bytes": min(values("free_bytes"), default=0.0),
+        "free_bytes": min(values("free_bytes"), default=None),
         "ranks": len(rates),
     }
 

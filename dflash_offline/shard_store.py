@@ -47,6 +47,7 @@ class ShardStore:
     def commit(self) -> None:
         assert self._open
         self._meter.wrote(ShardReader(self._dataset, self._open.commit()).bytes)
+        self._quarantine.committed()
         self._close()
 
     def _close(self) -> None:

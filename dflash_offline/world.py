@@ -5,12 +5,14 @@ WORLD_SIZE, LOCAL_RANK), they name the rank; collectives run over NCCL on GPUs a
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -33,12 +35,23 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients over all ranks in place, in their own precision (fp32)."""
-        if self.size > 1:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            for pending in [dist.all_reduce(g, async_op=True) for g in gradients]:
-                pending.wait()
+    def any(self, own: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self.size == 1:
+            return own
+        return bool(self.sum_(torch.tensor(float(own), device=self.device)) > 0)
+
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """The module with its gradients summed over all ranks while they are made.
+
+        In buckets, in their own precision (fp32). A world of one leaves the module as it is.
+        """
+        if self.size == 1:
+            return module
+        devices = [self.device] if self.device.type == "cuda" else None
+        replica = DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+        replica.register_comm_hook(None, _sum_bucket)
+        return replica
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What `make` gives on rank 0, on every rank; a ValueError or OSError likewise."""
@@ -60,6 +73,15 @@ class World:
             dist.barrier()
 
 
+def _sum_bucket(
+    _: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Where DDP by itself would take the mean over ranks, whatever each of them has seen."""
+    summing = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return summing.then(lambda done: done.value()[0])
+
+
 def refuse_unset_rank() -> None:
     """ValueError for a task of srun that does not know its rank: each would do all of the work."""
     if "RANK" not in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
@@ -67,6 +89,20 @@ def refuse_unset_rank() -> None:
             f"srun started this as task {os.environ['SLURM_PROCID']}, but RANK is not set; start "
             "one torchrun per node, or set RANK, WORLD_SIZE and LOCAL_RANK"
         )
+
+
+def processes_of_host(gpus: int | None, device: str) -> int:
+    """How many a command has to start here: one, itself, where a launcher has set RANK.
+
+    ValueError if --gpus asks for more than there are.
+    """
+    if "RANK" in os.environ:
+        return 1
+    refuse_unset_rank()
+    available = torch.cuda.device_count() if device != "cpu" else 0
+    if available and gpus and gpus > available:
+        raise ValueError(f"--gpus is {gpus}, but torch sees {available}")
+    return gpus or max(available, 1)
 
 
 def current_world(device: str) -> World:

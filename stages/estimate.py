@@ -14,6 +14,8 @@ from dflash_offline.sizing import Room, ShardFormat, codecs_for, count_shards, l
 from dflash_offline.spec import TargetSpec, default_layer_ids
 
 GPU_COUNTS = (1, 2, 4, 8)
+# Reached by tests/bench/extract.py, to the last shard on the disk; float32 by its data sheet.
+TFLOPS_OF_H200 = {"bfloat16": 565.0, "fp8": 775.0, "float32": 50.0}
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def estimate(config: EstimateConfig) -> Estimate:
     )
     room = Room.at(config.output)
     sizes = {codec: codec_size(form, data, shards, room) for codec, form in forms.items()}
+    tflops = config.tflops or TFLOPS_OF_H200[config.dtype]
     paces = [
-        pace(gpus, data.tokens, config.tflops * 1e12 / work.flop_per_token, sizes[config.codec])
+        pace(gpus, data.tokens, tflops * 1e12 / work.flop_per_token, sizes[config.codec])
         for gpus in ([config.gpus] if config.gpus else GPU_COUNTS)
     ]
     return Estimate(
@@ -98,7 +101,7 @@ def estimate(config: EstimateConfig) -> Estimate:
         final_codec=final_codec,
         output=config.output,
         room=room,
-        tflops=config.tflops,
+        tflops=tflops,
         paces=tuple(paces),
     )
 

@@ -10,10 +10,10 @@ state after them, if it is stored), D hidden.
 """
 
 import functools
-import os
 import platform
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -53,7 +53,7 @@ from dflash_offline.sizing import ShardFormat, check_room
 from dflash_offline.spec import LAYER_CONVENTION, TargetSpec, default_layer_ids
 from dflash_offline.summary import corpus_facts, disk_facts, total_summary
 from dflash_offline.target import TappedTarget
-from dflash_offline.world import World, current_world, refuse_unset_rank
+from dflash_offline.world import World, current_world, processes_of_host
 
 LOSS_MASK_RULE = "after the generation prompt, through the end-of-turn token if produced"
 TRUNCATION_RULES = {
@@ -64,6 +64,7 @@ TRUNCATION_RULES = {
 _WAIT_SECONDS = 1800.0
 _TOKENISING_SECONDS = 12 * 3600.0  # 1 MB/s and core; a rank 0 that dies ends the others sooner
 _LOOK_SECONDS = 5.0
+_FRESH_SECONDS = 30.0  # of a heartbeat
 # A commit waits for the disk as long as a row or three take the target. Each row that waits holds
 # 0.4 GB of pinned memory (5 x 5120 in int8).
 _CALLS_BEHIND = 6
@@ -110,40 +111,55 @@ def extract(config: ExtractConfig) -> dict[str, Any]:
 
     A process that a launcher started (torchrun, or this function) writes its rank's share alone.
     """
-    size = processes(config)
+    size = processes_of_host(config.gpus, config.device)
     return extract_share(config) if size == 1 else extract_on_all(config, size)
-
-
-def processes(config: ExtractConfig) -> int:
-    """How many to start here. ValueError if --gpus asks for more than there are."""
-    if "RANK" in os.environ:
-        return 1
-    refuse_unset_rank()
-    available = torch.cuda.device_count() if config.device != "cpu" else 0
-    if available and config.gpus and config.gpus > available:
-        raise ValueError(f"--gpus is {config.gpus}, but torch sees {available}")
-    return config.gpus or max(available, 1)
 
 
 def extract_on_all(config: ExtractConfig, size: int) -> dict[str, Any]:
     """One process per GPU; shows what all of them have committed."""
     started = time.monotonic()
     logs = logs_path(config.output)
+    forget_heartbeats(config.output)
     say(f"{size} processes, each with a log in {logs}")
+    before = len(Dataset.open(config.output).committed()) if Dataset.exists(config.output) else 0
+
+    def beats() -> list[dict[str, Any]]:
+        found = [read_heartbeat(heartbeat_path(config.output, rank)) for rank in range(size)]
+        return [beat for beat in found if beat]
 
     def facts() -> dict[str, Any]:
-        return add_up(
-            [read_heartbeat(heartbeat_path(config.output, i)) or {} for i in range(size)]
-        )
+        return add_up(beats())
+
+    def details() -> str:
+        return tell(facts()) or ", ".join(phases(beats()))
 
     with (
         Ranks(["extract", *arguments_of(config)], size=size, logs=logs) as ranks,
         Heartbeat(logs / "heartbeat.json", facts=facts),
-        progress("extracting", total=None, unit="tok", details=lambda: tell(facts())) as bar,
+        progress("extracting", total=None, unit="tok", details=details) as bar,
     ):
         ranks.wait(Committed(config.output, bar).show)
     shares = [read_json(logs / f"rank-{rank:02}.json") for rank in range(size)]
-    return {**total_summary(config.output, shares), "seconds": time.monotonic() - started}
+    written = len(Dataset.open(config.output).committed()) - before
+    return {
+        **total_summary(config.output, shares),
+        "shards_written_now": written,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def forget_heartbeats(output: Path) -> None:
+    """Those of an earlier run would be taken for this one's; fresh ones are of a run beside it."""
+    for path in logs_path(output).glob("*heartbeat.json"):
+        beat = read_heartbeat(path)
+        if beat is None or beat["outcome"] or time.time() - beat["epoch"] > _FRESH_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+def phases(beats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What ranks are at that have not run a row yet, and how many are at it."""
+    at = Counter(beat["phase"] or "starting" for beat in beats)
+    return [f"{phase} ({count} of {len(beats)} ranks)" for phase, count in at.items()]
 
 
 class Committed:
@@ -174,18 +190,27 @@ def extract_share(config: ExtractConfig) -> dict[str, Any]:
     """Write those of this rank's shards that are missing; return the summary of all its shards."""
     started = time.monotonic()
     meter = Meter(config.output)
-    rank = current_world(config.device).rank
-    with Heartbeat(heartbeat_path(config.output, rank), facts=meter.facts):
+    world = current_world(config.device)
+    if world.size == 1:
+        forget_heartbeats(config.output)
+    with Heartbeat(own_heartbeat(config.output, world), facts=meter.facts):
         setup = prepare(config)
         refuse_full_disk(setup)
         with naming_full_disk(config.output):
             dataset = open_dataset(setup)
+            open_quarantine(setup, dataset).check()
             missing = resume(setup, dataset)
             writing = write_shards(setup, dataset, missing, meter) if missing else 0.0
     summary = summarize(setup, dataset, missing, writing)
     if setup.world.size > 1:
         write_json(logs_path(config.output) / f"rank-{setup.world.rank:02}.json", summary)
     return {**summary, "seconds": time.monotonic() - started}
+
+
+def own_heartbeat(output: Path, world: World) -> Path:
+    """A run of one process has the name that the parent of several has."""
+    alone = logs_path(output) / "heartbeat.json"
+    return alone if world.size == 1 else heartbeat_path(output, world.rank)
 
 
 def prepare(config: ExtractConfig) -> Setup:
@@ -195,6 +220,7 @@ def prepare(config: ExtractConfig) -> Setup:
     spec = TargetSpec.read(config.target)
     layer_ids = spec.check_layer_ids(config.target_layer_ids or default_layer_ids(spec.num_layers))
     max_length = min(config.max_length, spec.max_position_embeddings)
+    Dataset.refuse_in_advance(config.output, rules(config, spec, layer_ids, max_length))
     corpus = read_corpus(config, world, spec, max_length)
     plan = plan_shards(
         corpus.documents, shard_tokens=config.shard_tokens, row_tokens=row_tokens(config)
@@ -335,23 +361,32 @@ def make_codecs(setup: Setup) -> tuple[Codec, Codec | None]:
 
 def make_contract(setup: Setup) -> dict[str, Any]:
     """All that gives the stored content its meaning: a rerun must agree in every word."""
-    config, corpus = setup.config, setup.corpus
+    corpus = setup.corpus
+    return {
+        **rules(setup.config, setup.spec, setup.layer_ids, setup.max_length),
+        "data_sha256": list(corpus.sha256.values()),
+        "documents": len(corpus.documents),
+        "tokens": corpus.tokens,
+    }
+
+
+def rules(
+    config: ExtractConfig, spec: TargetSpec, layer_ids: Sequence[int], max_length: int
+) -> dict[str, Any]:
+    """What of the contract is known before the data is read."""
     calibration = {"tokens": config.calibration_tokens, "seed": config.seed}
     return {
-        "target": setup.spec.to_dict(),
-        "target_layer_ids": list(setup.layer_ids),
+        "target": spec.to_dict(),
+        "target_layer_ids": list(layer_ids),
         "layer_convention": LAYER_CONVENTION,
         "dtype": config.dtype,
         "loss_mask_rule": LOSS_MASK_RULE,
-        "max_length": setup.max_length,
+        "max_length": max_length,
         "truncation_rule": TRUNCATION_RULES[config.over_long],
         "final_hidden": None if config.final_hidden == "none" else config.final_hidden,
         "codec": config.codec,
         "final_codec": None if config.final_hidden == "none" else config.final_codec,
         "codec_calibration": calibration if needs_sample(config) else None,
-        "data_sha256": list(corpus.sha256.values()),
-        "documents": len(corpus.documents),
-        "tokens": corpus.tokens,
         "shard_tokens": config.shard_tokens,
         "batch_tokens": config.batch_tokens,
     }
@@ -397,7 +432,10 @@ def resume(setup: Setup, dataset: Dataset) -> list[str]:
     if len(found.missing) < len(own):
         say(f"{len(own) - len(found.missing):,} of {len(own):,} shards are there already")
     if found.adopted or found.removed:
-        say(f"of a run that was killed: {found.adopted} shards kept, {found.removed} removed")
+        say(
+            f"of a run that was killed: {found.adopted} finished shards kept, {found.removed} "
+            "unfinished ones removed"
+        )
     if not found.missing:
         say("nothing left to extract")
     return found.missing
@@ -440,19 +478,29 @@ def write_shards(setup: Setup, dataset: Dataset, names: Sequence[str], meter: Me
 
 def open_store(setup: Setup, dataset: Dataset, meter: Meter) -> ShardStore:
     config, rank = setup.config, setup.world.rank
-    planned, kept = own_documents(setup, dataset)
-    quarantine = Quarantine(
-        quarantine_path(config.output, rank),
-        documents=sum(len(row) for name in setup.own_shards for row in setup.plan[name]),
-        before=planned - kept,
-        largest_share=config.max_bad_fraction,
-    )
     return ShardStore(
         dataset,
         rank=rank,
         largest_error=config.max_codec_error,
-        quarantine=quarantine,
+        quarantine=open_quarantine(setup, dataset),
         meter=meter,
+    )
+
+
+def open_quarantine(setup: Setup, dataset: Dataset) -> Quarantine:
+    """That of this rank; broken documents of all ranks' shards count."""
+
+    def broken() -> int:
+        records = dataset.committed().values()
+        return sum(len(row) for record in records for row in setup.plan[record.name]) - sum(
+            record.documents for record in records
+        )
+
+    return Quarantine(
+        quarantine_path(setup.config.output, setup.world.rank),
+        documents=len(setup.corpus.documents),
+        committed=broken,
+        largest_share=setup.config.max_bad_fraction,
     )
 
 

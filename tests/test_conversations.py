@@ -250,7 +250,7 @@ def test_long_documents_are_cut_and_counted(tmp_path, tiny_llama):
     assert corpus.counts.truncated == 1
     assert dict(corpus.counts.dropped) == {
         "cut by --max-length before the answer": 1,
-        "no two neighbouring tokens of the target": 1,
+        "fewer than two supervised tokens in a row": 1,
     }
 
 
@@ -325,7 +325,7 @@ def ids(tokens, mask):
 UNFIT = assistant("no", reasoning_content="\none")  # the prompt's newline and this one: one token
 AGAIN = [user("then"), assistant("no", reasoning_content="one")]
 NOTHING, LATE, LONGER = (
-    "no two neighbouring tokens of the target",
+    "fewer than two supervised tokens in a row",
     "cut by --max-length before the answer",
     "longer than --max-length",
 )
@@ -549,7 +549,7 @@ def test_a_file_given_twice_is_refused_by_whatever_name(tmp_path, tiny_llama):
 
 def test_no_document_left_is_an_error_that_says_why(tmp_path, tiny_llama):
     record = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1]}
-    with pytest.raises(ValueError, match=r"no document is left .no two neighbouring .*: 2"):
+    with pytest.raises(ValueError, match=r"no document is left .fewer than two supervised .*: 2"):
         read_chats(tmp_path, tiny_llama, record, record)
 
 

@@ -300,7 +300,7 @@ def test_the_command_prints_tables_or_json_and_nothing_else(tmp_path, tiny_llama
     args = ["estimate", "--target", tiny_llama, "--data", data, "--output", tmp_path]
     code, out, err = run_command(args, capsys)
     assert (code, err) == (0, "")
-    for word in ("30 of 30", "3,000", "int8", "lossless", "raw", "620 TFLOP/s", "GB/s to disk"):
+    for word in ("30 of 30", "3,000", "int8", "lossless", "raw", "565 TFLOP/s", "GB/s to disk"):
         assert word in out, word
     code, out, err = run_command([*args, "--json", "--sample-lines", 5, "--gpus", 2], capsys)
     assert (code, err) == (0, "")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -600,6 +601,53 @@ def test_too_large_a_share_of_broken_documents_ends_the_run(tmp_path, tiny_llama
     assert len(Dataset.open(tmp_path / "few").committed()) == summary["shards"] - 1
 
 
+def test_the_share_of_broken_documents_is_that_of_all_ranks(tmp_path, tiny_llama, monkeypatch):
+    """One of seven is 14 %, however few documents the rank has that meets it."""
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    breaks_documents(monkeypatch, {1})
+    knobs = {"codec": "raw", "shard_tokens": 60}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        extract(config(tiny_llama, data, output, max_bad_fraction=0.15, **knobs))
+    assert sorted(documents_of(output)) == [0, 2, 3, 4, 5, 6]
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match=r"1 of 7 documents .* --max-bad-fraction 0\.1 allows"):
+        extract(config(tiny_llama, data, output, max_bad_fraction=0.1, **knobs))
+
+
+def test_documents_are_quarantined_once_however_often_their_shard_is_written(
+    tmp_path, tiny_llama, monkeypatch
+):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    breaks_documents(monkeypatch, {1})
+    for _ in range(2):
+        extract(config(tiny_llama, data, output, codec="raw", max_bad_fraction=0.5))
+        shutil.rmtree(output)
+    assert [entry["document"] for entry in quarantined(output)] == [1]
+
+
+def test_a_refused_rerun_leaves_the_tokenised_corpus_and_a_strange_folder_as_they_are(
+    tmp_path, tiny_llama
+):
+    data, output = tmp_path / "data.jsonl", tmp_path / "shards"
+    write_rows(data)
+    extract(config(tiny_llama, data, output))
+    corpus = tmp_path / "shards.corpus.safetensors"
+    before = corpus.stat().st_mtime_ns
+    with pytest.raises(ValueError, match="was made with max_length = 4096, but now it is 50"):
+        extract(config(tiny_llama, data, output, max_length=50))
+    assert corpus.stat().st_mtime_ns == before
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "diary.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files and no data set"):
+        extract(config(tiny_llama, data, strange))
+    assert not (tmp_path / "strange.corpus.safetensors").exists()
+
+
 class OutOfMemoryAbove:
     """States of real rows of at most so many tokens; longer ones do not fit."""
 
@@ -727,7 +775,7 @@ def test_summary_counts_each_kind_of_dropped_conversation(tmp_path, tiny_llama):
     dropped = {name: count for name, count in summary.items() if name.startswith("dropped")}
     assert dropped == {
         "dropped (cut by --max-length before the answer)": 2,
-        "dropped (no two neighbouring tokens of the target)": 3,
+        "dropped (fewer than two supervised tokens in a row)": 3,
     }
     assert summary["conversations"] == 7
     assert summary["documents"] == 2
@@ -758,7 +806,7 @@ def test_documents_read_are_those_kept_and_those_dropped_for_each_reason(
     dropped = {name: count for name, count in summary.items() if name.startswith("dropped")}
     assert dropped == {
         "dropped (longer than --max-length)": 2,
-        "dropped (no two neighbouring tokens of the target)": 2,
+        "dropped (fewer than two supervised tokens in a row)": 2,
     }
     assert summary["documents_read"] == len(rows) == 24
     assert summary["documents"] == len(documents_of(output)) == 19
@@ -805,7 +853,7 @@ def test_the_heartbeat_tells_what_was_run_and_how_it_ended(tmp_path, tiny_llama)
     data, output = tmp_path / "data.jsonl", tmp_path / "shards"
     write_rows(data)
     extract(config(tiny_llama, data, output))
-    beat = read_heartbeat(tmp_path / "shards.logs" / "rank-00.heartbeat.json")
+    beat = read_heartbeat(tmp_path / "shards.logs" / "heartbeat.json")
     assert beat["outcome"] == "finished"
     assert beat["tokens"] == sum(LENGTHS)
     assert 0 <= beat["filler_share"] < 1
@@ -814,7 +862,7 @@ def test_the_heartbeat_tells_what_was_run_and_how_it_ended(tmp_path, tiny_llama)
     data.write_text("nonsense\n")
     with pytest.raises(ValueError, match="not JSON"):
         extract(config(tiny_llama, data, tmp_path / "more"))
-    beat = read_heartbeat(tmp_path / "more.logs" / "rank-00.heartbeat.json")
+    beat = read_heartbeat(tmp_path / "more.logs" / "heartbeat.json")
     assert beat["outcome"].startswith("failed: ")
     assert "not JSON" in beat["outcome"]
 

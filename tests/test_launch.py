@@ -1,5 +1,6 @@
 """Several processes from one command: shares, deaths, failures, and nobody left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +11,16 @@ import time
 import pytest
 import torch
 from click.testing import CliRunner
-from test_extract import config, documents_of, write_rows
+from test_extract import LENGTHS, config, documents_of, write_rows
 
 from dflash_offline import launch
 from dflash_offline.cli import extract as cli_extract
 from dflash_offline.config import ExtractConfig, arguments_of
+from dflash_offline.heartbeat import read_heartbeat
 from dflash_offline.launch import Ranks
 from dflash_offline.stages import extract as stage
 from dflash_offline.stages.extract import extract
+from dflash_offline.world import processes_of_host
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +159,7 @@ def test_an_error_of_one_rank_is_told_and_stops_all(tmp_path, tiny_llama):
     data = tmp_path / "data.jsonl"
     write_rows(data)
     knobs = {"gpus": 2, "max_codec_error": 1e-4}
-    with pytest.raises(ValueError, match=r"^rank 0 failed: Error: codec int8 .*above 0.0%"):
+    with pytest.raises(ValueError, match=r"^rank 0 failed: codec int8 .*above 0.0%"):
         extract(config(tiny_llama, data, tmp_path / "shards", **knobs))
 
 
@@ -202,9 +205,37 @@ def test_more_processes_than_gpus_are_refused(tmp_path, tiny_llama, monkeypatch)
     settings = config(tiny_llama, tmp_path / "data.jsonl", tmp_path / "out", gpus=3, device="auto")
     with pytest.raises(ValueError, match="--gpus is 3, but torch sees 2"):
         extract(settings)
-    assert stage.processes(config(tiny_llama, tmp_path, tmp_path, device="auto")) == 2
+    assert processes_of_host(None, "auto") == 2
     monkeypatch.setenv("RANK", "0")
-    assert stage.processes(settings) == 1
+    assert processes_of_host(3, "auto") == 1
+
+
+def test_ranks_import_what_their_parent_does_and_not_from_where_they_run(
+    tmp_path, tiny_llama, monkeypatch
+):
+    """A folder with a file zarr.py is a fine place to work in."""
+    (tmp_path / "zarr.py").write_text("raise RuntimeError('not the package')")
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data.jsonl"
+    write_rows(data)
+    summary = extract(config(tiny_llama, data, tmp_path / "two", gpus=2, shard_tokens=60))
+    assert summary["documents"] == len(LENGTHS)
+    assert summary["shards_written_now"] == summary["shards"]
+
+
+def test_beats_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path, tiny_llama):
+    data, output = tmp_path / "data.jsonl", tmp_path / "two"
+    write_rows(data)
+    logs = tmp_path / "two.logs"
+    logs.mkdir()
+    old = {"epoch": time.time() - 3600, "pid": 1, "phase": "extracting", "last_progress": 0.0}
+    beat = {**old, "outcome": None, "tokens": 10**9, "tokens_per_second": 1e6}
+    for name in ("heartbeat.json", "rank-00.heartbeat.json", "rank-07.heartbeat.json"):
+        (logs / name).write_text(json.dumps(beat))
+    extract(config(tiny_llama, data, output, gpus=2, shard_tokens=60))
+    left = {path.name: read_heartbeat(path) for path in logs.glob("*heartbeat.json")}
+    assert sorted(left) == ["heartbeat.json", "rank-00.heartbeat.json", "rank-01.heartbeat.json"]
+    assert all(found["outcome"] == "finished" for found in left.values())
 
 
 def test_a_config_is_the_command_line_that_it_names(tmp_path, monkeypatch):
