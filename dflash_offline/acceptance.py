@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_offline.drafter import Drafter, KeysValues
-from dflash_offline.loss import hit_sums, label_ranks
+from dflash_offline.head import label_ranks
+from dflash_offline.loss import hit_sums
 from dflash_offline.shard_set import ShardSet
 from dflash_offline.target import FrozenEnds
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dflash_offline.fp8 import fp8_linear, fp8_pays
 from dflash_offline.mask import Mask
 from dflash_offline.spec import DrafterSpec
 
@@ -33,13 +34,15 @@ Rope = tuple[Tensor, Tensor]
 
 
 class Linear(nn.Linear):
-    """No bias; computes in the precision of its input, whatever the master weight's."""
+    """No bias; computes in the precision of its input, whatever the master weight's, or in fp8."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self.fp8 = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        return fp8_linear(x, weight) if self.fp8 else F.linear(x, weight)
 
 
 class RMSNorm(nn.Module):
@@ -170,6 +173,31 @@ class Drafter(nn.Module):
                     drawn = torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator)
                     parameter.copy_(drawn)
             self.norm.weight.fill_(1.0 / float(row_norm))
+
+    def multiply_in_fp8(self) -> int:
+        """Have the large matrices multiply in fp8 from here on; how many there are."""
+        large = [m for m in self.modules() if isinstance(m, Linear) and fp8_pays(m)]
+        for linear in large:
+            linear.fp8 = True
+        return len(large)
+
+    def needed_flop(self, context_tokens: int, blocks: int) -> float:
+        """Of a row's forward and backward pass, attention scores left out.
+
+        6 for each weight and token that meets it; 4 for the frozen head, which has no gradient of
+        its own and is asked for all slots but the anchors'.
+        """
+        spec = self.spec
+        layers = sum(weight.numel() for weight in self.layers.parameters())
+        context = self.fc.weight.numel() + sum(
+            linear.weight.numel()
+            for layer in self._typed_layers()
+            for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        slots, head = blocks * (spec.block_size - 1), spec.hidden_size * spec.vocab_size
+        return (
+            6 * (blocks * spec.block_size * layers + context_tokens * context) + 4 * slots * head
+        )
 
     def compile_layers(self) -> None:
         """Compile the layers for fixed shapes: one graph for sliding layers, one for full ones."""

@@ -1,12 +1,11 @@
-"""Weighted cross-entropy over blocks against the frozen head, and what the blocks got right.
+"""What a row's blocks cost and what they got right: weights over slots, and sums.
 
-The head is frozen, so its gradient is never needed and the gradient of a row's hidden state can be
-made in the forward pass, from the logits at hand: no logits are kept and none are computed twice.
-Rows go through in chunks, so peak memory does not depend on the number of rows; rows of zero
+Each slot weighs by its place (exponential decay: the early slots decide how far a draft gets), or
+by what the drafter itself makes of the slots before it (D-PACE, arXiv:2605.18810). Rows of zero
 weight and the anchors' own slots never reach the head.
 
 All results are sums; ranks and micro-batches just add, and one global count divides.
-Letters: R rows (slots), D hidden, V vocabulary, A anchor slots, K block size.
+Letters: R rows (slots that count), D hidden, A anchor slots, K block size.
 """
 
 from dataclasses import dataclass
@@ -16,60 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_offline.anchors import Blocks
+from dflash_offline.head import Head
 
 TOP = (1, 4, 8)
-# Logits held at once, by kind of device: chunks this size keep a GPU busy; on a CPU larger ones
-# would be fresh memory every time, and touching it first costs more than the arithmetic.
-_CHUNK_LOGITS = {"cuda": 1 << 29, "cpu": 1 << 22}
 
 
-class _HeadCrossEntropy(torch.autograd.Function):
-    """sum_r weight_r * CE(head @ hidden_r, label_r), and the rank of each label in its logits."""
+@dataclass(frozen=True)
+class Objective:
+    """What is learnt, and what a slot weighs."""
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        hidden_RD: Tensor,
-        head_VD: Tensor,
-        labels_R: Tensor,
-        weights_R: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        loss = torch.zeros((), dtype=torch.float32, device=hidden_RD.device)
-        ranks = torch.empty_like(labels_R)
-        gradient = torch.empty_like(hidden_RD)
-        rows = max(1, _CHUNK_LOGITS[hidden_RD.device.type] // head_VD.shape[0])
-        for start in range(0, len(labels_R), rows):
-            part = slice(start, start + rows)
-            logits = F.linear(hidden_RD[part], head_VD).float()
-            labels, weights = labels_R[part, None], weights_R[part, None]
-            own = logits.gather(1, labels)
-            ranks[part] = label_ranks(logits, labels, own)
-            log_probs = logits.log_softmax(1)
-            loss -= (log_probs.gather(1, labels) * weights).sum()
-            d_logits = log_probs.exp_().mul_(weights)
-            d_logits.scatter_add_(1, labels, -weights)
-            gradient[part] = d_logits.to(head_VD.dtype) @ head_VD
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(ranks)
-        return loss, ranks
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor, _: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * d_loss.to(gradient.dtype), None, None, None
-
-
-def label_ranks(logits_RV: Tensor, labels_R1: Tensor, own_R1: Tensor) -> Tensor:
-    """int64 [R]: how many tokens the drafter prefers to the label; 0 = the label is its argmax.
-
-    Ties go to the lower id, as argmax does. One pass gives top-1, top-4 and top-8 hits at once.
-    A logit that is NaN counts as preferred, so a broken drafter is never right.
-    """
-    ids = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    ahead = ~(logits_RV <= own_R1) | ((logits_RV == own_R1) & (ids < labels_R1))
-    return ahead.sum(1)
+    distils: bool = False
+    """From the target's own distribution instead of its tokens."""
+    dpace_alpha: float | None = None
+    """None: the blocks' own weights, which decay with the slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +35,9 @@ class BlockLoss:
     """Sums over blocks, on the device; add them over ranks and micro-batches."""
 
     loss: Tensor
-    """[]: sum of weight * cross-entropy, times the `scale` that block_loss was given."""
+    """[]: sum of weight * loss; carries the gradient."""
     weight: Tensor
-    """[]: sum of weights."""
+    """[]: what the loss is to be divided by: the sum of weights, or with D-PACE of slots."""
     slots_K: Tensor
     """Supervised slots, by place in the block."""
     top_hits_3K: Tensor
@@ -140,19 +98,45 @@ def hit_sums(ranks_AK: Tensor, supervised_AK: Tensor) -> dict[str, Tensor]:
     }
 
 
-def block_loss(hidden_QD: Tensor, head_VD: Tensor, blocks: Blocks, scale: float) -> BlockLoss:
-    """Loss of one row's blocks; `loss` is multiplied by `scale` and carries the gradient.
+def block_loss(
+    hidden_QD: Tensor,
+    head: Head,
+    blocks: Blocks,
+    rows_R: Tensor,
+    objective: Objective,
+    *,
+    teacher_RD: Tensor | None = None,
+) -> BlockLoss:
+    """Loss of one row's blocks. `rows_R`: the flat places (a * K + j) of the slots that count.
 
-    `scale` is one over the global sum of weights, so that the gradients of ranks and
-    micro-batches add up to that of one big batch.
+    They come from where the blocks were made: to find them on a GPU would mean to wait for it.
     """
-    weights = blocks.weights_AK.flatten()
-    # A frozen head makes rows of zero weight pure waste; the anchors' slots alone are 1 in K.
-    rows = weights.nonzero().flatten()
-    loss, ranks = _HeadCrossEntropy.apply(
-        hidden_QD[rows], head_VD, blocks.labels_AK.flatten()[rows], weights[rows] * scale
+    labels_R = blocks.labels_AK.flatten()[rows_R]
+    losses = head.losses(hidden_QD, rows_R, labels_R, teacher_RD)
+    supervised_AK = blocks.weights_AK > 0
+    if objective.dpace_alpha is None:
+        weights_AK, total = blocks.weights_AK, blocks.weights_AK.sum()
+    else:
+        probability_AK = torch.ones_like(blocks.weights_AK)
+        probability_AK.view(-1)[rows_R] = torch.exp(-losses.label_loss_R)
+        weights_AK = dpace_weights(probability_AK, supervised_AK, objective.dpace_alpha)
+        total = supervised_AK.sum()
+    # Slots that do not count rank last; no label can.
+    ranks_AK = torch.full_like(blocks.labels_AK, len(head.weight_VD))
+    ranks_AK.view(-1)[rows_R] = losses.rank_R
+    return BlockLoss(
+        loss=(losses.loss_R * weights_AK.flatten()[rows_R]).sum(),
+        weight=total.float(),
+        **hit_sums(ranks_AK, supervised_AK),
     )
-    ranks_AK = torch.full_like(blocks.labels_AK, head_VD.shape[0])
-    ranks_AK.view(-1)[rows] = ranks
-    sums = hit_sums(ranks_AK, blocks.weights_AK > 0)
-    return BlockLoss(loss=loss, weight=weights.sum(), **sums)
+
+
+def dpace_weights(probability_AK: Tensor, supervised_AK: Tensor, alpha: float) -> Tensor:
+    """float32 [A, K]: what each slot adds to the expected length of a draft (arXiv:2605.18810).
+
+    With q' = (1 - alpha) q + alpha, and 1 where nothing is supervised, C_j is the product of q' up
+    to slot j; slot j weighs the sum of C over the supervised slots from j on.
+    """
+    smooth_AK = torch.where(supervised_AK, (1 - alpha) * probability_AK + alpha, 1.0)
+    reach_AK = smooth_AK.cumprod(1) * supervised_AK
+    return reach_AK.flip(1).cumsum(1).flip(1) * supervised_AK

@@ -295,6 +295,18 @@ class FrozenEnds:
         return cls(embedding, lm_head)
 
 
+def load_final_norm(folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    """The target's last norm, as its own class computes it: in Qwen3.5 the gain is 1 + weight."""
+    weights = Weights(folder, device)
+    tower = build_skeleton(folder, depth=1, dtype=dtype, trust_remote_code=False)
+    part = next(p for p in weights.parts(tower.state_dict()) if p.target == "norm.weight")
+    gain = torch.empty(part.stored.shape, dtype=dtype, device=weights.device)
+    weights.copy(part.stored, gain)
+    norm: nn.Module = tower.norm
+    norm.load_state_dict({"weight": gain}, assign=True)
+    return norm.requires_grad_(False)
+
+
 def _is_tied(weights: Weights) -> bool:
     """As the config says; if it says nothing, whether a head of its own is missing."""
     config = Facts.read(weights.folder / "config.json")

@@ -5,7 +5,7 @@ import torch
 from drafters import FULL, SLIDING, blocks_of, random_row, small_drafter, small_spec
 from torch.nn import functional as F
 
-from dflash_offline.drafter import rope_tables
+from dflash_offline.drafter import Drafter, rope_tables
 from dflash_offline.mask import block_mask_mod, dense_mask
 
 EMBEDDING = torch.randn(64, 32, generator=torch.Generator().manual_seed(9))
@@ -198,3 +198,20 @@ def test_the_first_logits_have_unit_variance_whatever_the_heads_scale():
         row, taps = random_row([24], 24)
         hidden = hidden_of(drafter, row, taps, blocks_of(row, [3, 9, 15], drafter.spec))
         assert 0.7 < (hidden @ head.T).std() < 1.4
+
+
+def test_needed_flop_of_the_real_drafter_are_those_counted_by_hand():
+    """122 TFLOP a row of 4,096 tokens with 512 blocks of 16, Qwen3.6-27B's drafter."""
+    with torch.device("meta"):
+        drafter = Drafter(
+            small_spec(
+                hidden_size=5120, vocab_size=248_320, mlp_width=17_408, heads=32, kv_heads=8,
+                head_dim=128, block_size=16, target_layer_ids=(1, 16, 31, 46, 61),
+                layer_types=("sliding_attention",) * 4 + ("full_attention",), sliding_window=2048,
+            )
+        )  # fmt: skip
+    layer = 5120 * 4096 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 17_408
+    by_hand = 6 * 8192 * 5 * layer + 4 * 7680 * 5120 * 248_320
+    by_hand += 6 * 4096 * (5 * 5120 * 5120 + 5 * 2 * 5120 * 1024)
+    assert drafter.needed_flop(4096, 512) == pytest.approx(by_hand, rel=1e-3)
+    assert by_hand == pytest.approx(122e12, rel=0.01)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import ScalingType
 
-from dflash_offline.fp8 import Fp8Linear, quantise_linears, quantise_rows
+from dflash_offline.fp8 import Fp8Linear, fp8_linear, quantise_linears, quantise_rows
 
 
 def test_codes_are_within_half_a_step_of_three_mantissa_bits():
@@ -65,3 +65,26 @@ def test_only_large_linears_without_bias_are_replaced():
     assert [type(m).__name__ for m in layer.modules() if not list(m.children())] == [
         "Fp8Linear", "Fp8Linear", "Linear", "Linear", "Linear",
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(not has_scaled_mm(), reason="this torch has no fp8 products on a CPU")
+def test_gradients_of_a_linear_are_nearly_the_exact_ones():
+    """Inputs' gradients through fp8, weights' gradients not: these are exact but for bf16."""
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 40, 64, generator=g, dtype=torch.float64)
+    weight = torch.randn(48, 64, generator=g, dtype=torch.float64)
+    d_out = torch.randn(3, 40, 48, generator=g, dtype=torch.float64)
+    given = [t.bfloat16().requires_grad_() for t in (x, weight)]
+    out = fp8_linear(*given)
+    out.backward(d_out.bfloat16())
+    exact = [t.detach().double().requires_grad_() for t in given]
+    exact_out = F.linear(*exact)
+    exact_out.backward(d_out.bfloat16().double())
+
+    def distance(ours, theirs):
+        return float((ours.double() - theirs).norm() / theirs.norm())
+
+    assert out.dtype == torch.bfloat16
+    assert distance(out, exact_out) < 0.04
+    assert distance(given[0].grad, exact[0].grad) < 0.04
+    assert distance(given[1].grad, exact[1].grad) < 0.004

@@ -11,7 +11,7 @@ from tiny_target import VOCAB, build_tiny_target, reference_states
 from transformers import AutoModelForCausalLM
 
 from dflash_offline.packed import PackedTower
-from dflash_offline.target import FrozenEnds, TappedTarget
+from dflash_offline.target import FrozenEnds, TappedTarget, load_final_norm
 
 LAYER_IDS = (0, 2, 5)
 
@@ -200,6 +200,20 @@ def test_frozen_ends_are_the_targets_own(tiny_target):
     assert torch.equal(ends.lm_head, model.get_output_embeddings().weight)
     assert not ends.embedding.requires_grad
     assert not ends.lm_head.requires_grad
+
+
+def test_the_final_norm_is_the_targets_own(tiny_target):
+    """With gains that are not the initial ones, by which `weight` and `1 + weight` differ."""
+    norm = load_final_norm(tiny_target, device="cpu", dtype=torch.float32)
+    ids = random_ids(1, 20)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+    states = []
+    layers = model.get_decoder().layers
+    layers[-1].register_forward_hook(lambda *given: states.append(given[2]))
+    with torch.no_grad():
+        expected = model.get_decoder()(input_ids=ids).last_hidden_state
+    before = states[0][0] if isinstance(states[0], tuple) else states[0]
+    torch.testing.assert_close(norm(before), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tied_ends_are_one_tensor(tiny_qwen3, tiny_llama):
