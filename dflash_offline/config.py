@@ -84,6 +84,8 @@ LARGEST_SEED = 2**31 - 1
 MOST_TOKENS = 2**24
 WIDEST = 2**20
 CODECS = ("int8", "lossless", "raw")
+SCHEDULES = ("cosine", "wsd")
+TRACKERS = ("none", "tensorboard", "wandb")
 FINAL_HIDDEN = ("none", "before-norm", "after-norm")
 
 
@@ -176,9 +178,10 @@ class EstimateConfig(Config):
     shard_tokens: int = same_knob(ExtractConfig, "shard_tokens")
     batch_tokens: int = same_knob(ExtractConfig, "batch_tokens")
     gpus: int | None = knob(None, "GPUs to tell the time for. Default: 1, 2, 4 and 8.", minimum=1)
-    tflops: float = knob(
-        620.0,
-        "TFLOP/s of a GPU in the target's layers: what an H200 reaches in bf16; name your card's.",
+    dtype: str = same_knob(ExtractConfig, "dtype")
+    tflops: float | None = knob(
+        None,
+        "TFLOP/s of a GPU in the target's layers. Default: what an H200 reaches in --dtype.",
         minimum=1e-3,
     )
     sample_lines: int = knob(
@@ -225,20 +228,92 @@ class TrainConfig(Config):
     )
     lr: float = knob(6e-4, "Peak learning rate of AdamW.", minimum=0)
     muon_lr: float = knob(5e-3, "Peak learning rate of Muon.", minimum=0)
+    shard_optimizer: bool = knob(
+        False, "Each rank keeps its share of AdamW's state alone; Muon's is shared out anyway."
+    )
     weight_decay: float = knob(0.0, "Decoupled weight decay.", minimum=0)
     warmup: float = knob(0.04, "Share of the steps that warm up.", minimum=0, maximum=1)
+    schedule: str = knob(
+        "cosine",
+        "After the warm-up: one cosine to the end, or wsd: constant, then a cosine at the end.",
+        choices=SCHEDULES,
+    )
+    decay: float = knob(
+        0.2, "Share of the steps over which wsd falls at the end.", minimum=0, maximum=1
+    )
+    lr_floor: float = knob(
+        0.0, "What the rate falls to at the end, as a share of the peak.", minimum=0, maximum=1
+    )
     clip: float = knob(1.0, "Largest norm of the whole gradient.", minimum=0)
     gamma: float | None = knob(
         None,
         "Decay of slot weights, in slots. Default: 7 for blocks of 16, else half the block.",
         minimum=1e-3,
     )
-    precision: str = knob("bf16", "Precision of the drafter's matmuls.", choices=("bf16", "fp32"))
+    objective: str = knob(
+        "ce",
+        "ce: the data's tokens; kl: the target's own distribution (extract with --final-hidden).",
+        choices=("ce", "kl"),
+    )
+    weighting: str = knob(
+        "decay",
+        "Weights of slots: decay by place (--gamma), or dpace, by what the drafter gets right.",
+        choices=("decay", "dpace"),
+    )
+    dpace_alpha: float = knob(
+        0.5, "How much of D-PACE's weights does not depend on the drafter.", minimum=0, maximum=1
+    )
+    feature_noise: float = knob(
+        0.0,
+        "Largest uniform noise on the context features, as a share of their size; 0: none.",
+        minimum=0,
+        maximum=1,
+    )
+    noise_until: float = knob(
+        1.0,
+        "Share of the steps over which the noise falls to none, in a straight line.",
+        minimum=0,
+        maximum=1,
+    )
+    warm_start: Path | None = knob(
+        None, "Exported drafter, ours or published, to start from instead of random weights."
+    )
+    precision: str = knob(
+        "bf16",
+        "Precision of the drafter's matmuls; fp8: of the large ones, the rest bf16.",
+        choices=("bf16", "fp8", "fp32"),
+    )
+    gpus: int | None = same_knob(ExtractConfig, "gpus")
+    reader_processes: int | None = knob(
+        None,
+        "Processes that read rows ahead, for each GPU. Default: 4, as far as there are CPUs, and "
+        "none without a GPU.",
+        minimum=0,
+        maximum=256,
+    )
     eval_every: int = knob(500, "Steps between held-out evaluations.", minimum=1)
     eval_rows: int = knob(32, "Held-out rows in an evaluation while training.", minimum=1)
+    eval_documents: int = knob(
+        16,
+        "Held-out documents that are replayed at each evaluation: their acceptance length is the "
+        "score of the best drafter. 0: none, the streak is.",
+        minimum=0,
+    )
     save_every: int = knob(500, "Steps between checkpoints.", minimum=1)
     keep_checkpoints: int = knob(2, "Newest checkpoints that stay.", minimum=1)
     log_every: int = knob(10, "Steps between log lines.", minimum=1)
+    track: str = knob("none", "Where else the log's numbers go.", choices=TRACKERS)
+    max_bad_steps: int = knob(
+        10,
+        "Steps in a row that may change nothing (gradient not finite) before the end.",
+        minimum=1,
+    )
+    max_restarts: int = knob(
+        3,
+        "Times that the ranks start again from the newest checkpoint after one of them died.",
+        minimum=0,
+        maximum=100,
+    )
     resume: bool = knob(False, "Go on from the newest checkpoint in --output.")
     seed: int = knob(0, "Seed of weights, order and anchors.", minimum=0, maximum=LARGEST_SEED)
     device: str = knob("auto", "Where the drafter trains.", choices=DEVICES)
@@ -252,6 +327,10 @@ class TrainConfig(Config):
         if self.sliding_layers is not None and self.sliding_layers > self.layers:
             raise ValueError(
                 f"--sliding-layers is {self.sliding_layers}, but --layers is {self.layers}"
+            )
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(
+                f"--warmup {self.warmup} and --decay {self.decay} together are more than all steps"
             )
 
 
