@@ -1,10 +1,14 @@
 """Anchors and the blocks that start at them: what the drafter is asked, and what is right.
 
 An anchor is a token that the target produced and that is followed by one more; its block asks for
-the K - 1 tokens after it. Anchors are drawn anew for every row and epoch. A block may overrun its
-document or its turn: those slots weigh zero, so the last tokens of a turn are anchors as well.
+the K - 1 tokens after it. A block may overrun its document or its turn: those slots weigh zero, so
+the last tokens of a turn are anchors as well.
 
-Letters: S row positions, A anchor slots, K block size.
+Anchors are drawn anew for every row and epoch, in each document the same share of its tokens,
+whatever it is packed with. Only where a row would need more anchors than it has slots is the
+surplus left out, evenly over the row.
+
+Letters: S row positions, A anchor slots, K block size, C candidates, N documents.
 """
 
 import math
@@ -37,6 +41,42 @@ class Blocks:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """How much of what rows could teach their blocks ask for. Counts, so rows just add."""
+
+    supervised: int
+    """Tokens that some block could ask for."""
+    covered: int
+    """Of these, the ones that a block of their row does ask for."""
+    anchors: int
+    dropped: int
+    """Anchors that were drawn but found no slot."""
+
+    def __add__(self, other: "Coverage") -> "Coverage":
+        return Coverage(
+            self.supervised + other.supervised,
+            self.covered + other.covered,
+            self.anchors + other.anchors,
+            self.dropped + other.dropped,
+        )
+
+    @property
+    def share(self) -> float:
+        return self.covered / max(self.supervised, 1)
+
+
+def sampling_rate(lengths: Tensor, supervised: Tensor, row_tokens: int, anchors: int) -> float:
+    """The share of supervised tokens that become anchors if rows fill their slots on average.
+
+    From the tokens and the supervised tokens of each document, int64. Where a document is cut to a
+    row, its supervised tokens are taken to lie evenly.
+    """
+    kept = lengths.clamp(max=row_tokens)
+    per_token = float((supervised.double() * kept / lengths).sum() / kept.sum())
+    return min(1.0, anchors / max(per_token * row_tokens, 1e-6))
+
+
 def eligible_positions(row: Row) -> Tensor:
     """bool [S]: positions that may anchor a block: supervised, and so is their successor."""
     follows = torch.zeros_like(row.loss_mask_S)
@@ -44,11 +84,40 @@ def eligible_positions(row: Row) -> Tensor:
     return row.loss_mask_S & follows & (row.document_ids_S >= 0)
 
 
-def sample_anchors(eligible_S: Tensor, slots: int, generator: torch.Generator) -> Tensor:
-    """At most `slots` positions, uniform without replacement, ascending. int64 on the CPU."""
-    candidates = eligible_S.nonzero().flatten()
-    chosen = torch.randperm(len(candidates), generator=generator)[:slots]
-    return candidates[chosen].sort().values
+def sample_anchors(
+    eligible_S: Tensor,
+    document_ids_S: Tensor,
+    *,
+    slots: int,
+    rate: float,
+    generator: torch.Generator,
+) -> tuple[Tensor, int]:
+    """Ascending positions, int64 on the CPU, and how many more were drawn than there are slots.
+
+    Of n candidates in a document, rate x n are drawn, rounded up or down by chance so that this
+    is the mean; each is as likely as any other.
+    """
+    candidates_C = eligible_S.nonzero().flatten()
+    drawn_C = _share_of_each(document_ids_S[candidates_C], rate, generator)
+    drawn = candidates_C[drawn_C]
+    kept = torch.randperm(len(drawn), generator=generator)[:slots]
+    return drawn[kept].sort().values, len(drawn) - len(kept)
+
+
+def _share_of_each(documents_C: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+    """bool [C]: a random share of the candidates of each document, which lie side by side."""
+    _, which_C, counts_N = documents_C.unique_consecutive(return_inverse=True, return_counts=True)
+    share_N = rate * counts_N.double()
+    chance_N = torch.rand(len(counts_N), generator=generator, dtype=torch.float64)
+    take_N = share_N.floor() + (chance_N < share_N.frac())
+
+    # A random order of all candidates, then, keeping that order, one document after the other.
+    shuffled_C = torch.randperm(len(documents_C), generator=generator)
+    order_C = shuffled_C[which_C[shuffled_C].sort(stable=True).indices]
+    place_C = torch.arange(len(documents_C)) - (counts_N.cumsum(0) - counts_N)[which_C]
+    drawn_C = torch.zeros(len(documents_C), dtype=torch.bool)
+    drawn_C[order_C] = place_C < take_N[which_C]
+    return drawn_C
 
 
 def default_gamma(block_size: int) -> float:
@@ -76,12 +145,7 @@ def make_blocks(
     anchors_A[:count] = anchors
     valid_A = torch.arange(slots) < count
 
-    places_AK = anchors_A[:, None] + torch.arange(block_size)
-    inside_AK = places_AK.clamp(max=len(row.input_ids_S) - 1)
-    same_document = row.document_ids_S[inside_AK] == row.document_ids_S[anchors_A][:, None]
-    supervised = (
-        (places_AK == inside_AK) & same_document & row.loss_mask_S[inside_AK] & valid_A[:, None]
-    )
+    places_AK, supervised_AK = _asked_places(row, anchors_A, block_size)
     input_ids_AK = torch.full((slots, block_size), mask_token_id, dtype=torch.long)
     input_ids_AK[:, 0] = torch.where(valid_A, row.input_ids_S[anchors_A], mask_token_id)
     return Blocks(
@@ -89,6 +153,30 @@ def make_blocks(
         valid_A=valid_A,
         input_ids_AK=input_ids_AK,
         position_ids_AK=row.position_ids_S[anchors_A][:, None] + torch.arange(block_size),
-        labels_AK=row.input_ids_S[inside_AK],
-        weights_AK=slot_weights(block_size, gamma) * supervised,
+        labels_AK=row.input_ids_S[places_AK],
+        weights_AK=slot_weights(block_size, gamma) * (supervised_AK & valid_A[:, None]),
     )
+
+
+def _asked_places(row: Row, anchors_A: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """int64 and bool [A, K]: each slot's position in the row, and whether its token is supervised.
+
+    A slot past the end of the row has the last position and is not supervised.
+    """
+    places_AK = anchors_A[:, None] + torch.arange(block_size)
+    inside_AK = places_AK.clamp(max=len(row.input_ids_S) - 1)
+    same_document = row.document_ids_S[inside_AK] == row.document_ids_S[anchors_A][:, None]
+    return inside_AK, (places_AK == inside_AK) & same_document & row.loss_mask_S[inside_AK]
+
+
+def measure_coverage(row: Row, anchors: Tensor, block_size: int, *, dropped: int) -> Coverage:
+    """What the blocks at `anchors` ask for, of all that blocks could ask for in this row."""
+
+    def asked(anchors_A: Tensor) -> int:
+        places_AK, supervised_AK = _asked_places(row, anchors_A, block_size)
+        is_asked_S = torch.zeros_like(row.loss_mask_S)
+        is_asked_S[places_AK[:, 1:][supervised_AK[:, 1:]]] = True
+        return int(is_asked_S.sum())
+
+    all_anchors = eligible_positions(row).nonzero().flatten()
+    return Coverage(asked(all_anchors), asked(anchors), len(anchors), dropped)

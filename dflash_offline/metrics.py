@@ -273,17 +273,14 @@ class Pace:
         self.started = self._since = time.monotonic()
         self._first_step = self._last_step = step
         self._first_step_took = 0.0
-        self._waited = 0.0
 
-    def wait_for(self, items: Iterator[Item]) -> Item:
-        """The next item; the time until it is there counts as waiting for data."""
-        started = time.monotonic()
-        item = next(items)
-        self._waited += time.monotonic() - started
-        return item
+    def facts(
+        self, step: int, steps: int, tokens_per_step: int, waited: float
+    ) -> dict[str, float]:
+        """Rates since the last call, which is best made after the first step and then rarely.
 
-    def facts(self, step: int, steps: int, tokens_per_step: int) -> dict[str, float]:
-        """Rates since the last call, which is best made after the first step and then rarely."""
+        `waited`: the seconds of that time for which the next row was not there.
+        """
         now = time.monotonic()
         seconds, done = max(now - self._since, 1e-9), step - self._last_step
         if self._last_step == self._first_step:
@@ -295,8 +292,8 @@ class Pace:
             "elapsed": now - self.started,
             "tokens_per_second": done * tokens_per_step / seconds,
             "seconds_per_step": seconds / max(done, 1),
-            "data_wait": self._waited / seconds,
+            "data_wait": waited / seconds,
             "eta": per_step * (steps - step),
         }
-        self._since, self._waited, self._last_step = now, 0.0, step
+        self._since, self._last_step = now, step
         return facts

@@ -5,7 +5,7 @@ read the same data sets, one of them makes the index and gives it to the others.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,7 +65,8 @@ class ShardIndex:
 class ShardSet:
     """Documents in the order of the data sets given, of the shards' names and of their places.
 
-    What is committed later is not seen. Holds no file open.
+    What is committed later is not seen. Holds no file open. A process that is given one by pickle
+    reads the shards without looking at all of them again.
     """
 
     def __init__(self, paths: Iterable[Path | str], *, index: ShardIndex | None = None) -> None:
@@ -85,9 +86,21 @@ class ShardSet:
         self._document_index = index.document_index
         self._shards = [(datasets[place], record) for place, record in index.shards]
         self._first_document = np.cumsum([0] + [record.documents for _, record in self._shards])
+        self._open_nothing()
+        self.codecs, self._codec_numbers = _distinct(datasets, lambda d: d.codec)
+        self.final_codecs, self._final_numbers = _distinct(datasets, lambda d: d.final_codec)
+
+    def _open_nothing(self) -> None:
         # An open reader takes some 20 KB, or 350 KB once its tokens were asked for.
         self._reader = lru_cache(maxsize=256)(lambda place: ShardReader(*self._shards[place]))
         self._codecs: dict[tuple[Path, str], Codec] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_reader", "_codecs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open_nothing()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -131,6 +144,37 @@ class ShardSet:
         assert reader.final_codec  # or there would be no planes
         codec = reader.final_codec.to(device)
         return codec.decode({name: plane.to(device) for name, plane in planes.items()})[:, 0]
+
+    def codec_number(self, i: int, *, final: bool = False) -> int:
+        """Place of document i's codec in `codecs`, or of its final state's in `final_codecs`."""
+        path = self.data_set(i)
+        return self._final_numbers[path] if final else self._codec_numbers[path]
+
+    def planes(self, i: int, tokens: int, *, final: bool = False) -> dict[str, Tensor]:
+        """The states of document i, of at most its first `tokens` tokens, in coded form."""
+        place, span = self._find(i)
+        reader, stop = self._reader(place), min(span.stop, span.start + tokens)
+        read = reader.final_planes if final else reader.planes
+        return read(span.start, stop)
+
+    def final_norm(self) -> str:
+        """What the final hidden states are: "before-norm" or "after-norm".
+
+        ValueError if a data set has none or others than the first.
+        """
+        kinds = {dataset.path: dataset.contract.get("final_hidden") for dataset in self._datasets}
+        first = next(iter(kinds))
+        for path, kind in kinds.items():
+            if kind is None:
+                raise ValueError(
+                    f"{path} holds no final hidden states; extract with --final-hidden"
+                )
+            if kind != kinds[first]:
+                raise ValueError(
+                    f"{path} holds final hidden states {kind}, but {first} {kinds[first]}; "
+                    "extract both with the same --final-hidden"
+                )
+        return str(kinds[first])
 
     def _codec_on(self, dataset: Dataset, device: torch.device | str) -> Codec:
         key = (dataset.path, str(device))
@@ -180,6 +224,28 @@ class ShardSet:
     def document_index(self, i: int) -> int:
         """The document's place in the corpus that it was extracted from."""
         return int(self._document_index[i])
+
+
+def _distinct(
+    datasets: Sequence[Dataset], codec_of: Callable[[Dataset], Codec | None]
+) -> tuple[tuple[Codec, ...], dict[Path, int]]:
+    """The codecs that differ, and which of them each data set has, if it has one."""
+    found: list[Codec] = []
+    numbers: dict[Path, int] = {}
+    for dataset in datasets:
+        codec = codec_of(dataset)
+        if codec is None:
+            continue
+        number = next((n for n, other in enumerate(found) if _is_same(codec, other)), len(found))
+        if number == len(found):
+            found.append(codec)
+        numbers[dataset.path] = number
+    return tuple(found), numbers
+
+
+def _is_same(one: Codec, other: Codec) -> bool:
+    ours, theirs = one.tensors(), other.tensors()
+    return one.recipe() == other.recipe() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
 def _open_all(paths: Iterable[Path]) -> list[Dataset]:

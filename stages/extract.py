@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from dflash_offline.behind import Behind
 from dflash_offline.beside import (
     config_path,
     corpus_path,
@@ -45,7 +46,6 @@ from dflash_offline.matmul_rate import measure_matmul_rate
 from dflash_offline.meter import Meter, add_up, tell
 from dflash_offline.metrics import ProgressBar, phase, progress, say
 from dflash_offline.planning import Plan, plan_shards, row_length
-from dflash_offline.prefetch import Behind
 from dflash_offline.quarantine import Quarantine, all_broken
 from dflash_offline.shard_store import ShardStore
 from dflash_offline.shards import ShardReader

@@ -105,7 +105,7 @@ def test_a_second_signal_does_not_break_into_putting_things_away(tmp_path):
     program = """
         import sys, time
         from dflash_offline.cli import main
-        from dflash_offline.prefetch import Behind
+        from dflash_offline.behind import Behind
 
         def work(**_):
             try:

@@ -221,21 +221,12 @@ def test_pace_tells_waiting_apart_and_leaves_the_first_step_out_of_the_time_left
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def batches():
-        while True:
-            now[0] += 1.0  # a second of waiting for each
-            yield "batch"
-
-    source = batches()
     pace = Pace(step=7)
-    assert pace.wait_for(source) == "batch"
-    now[0] += 239.0  # the first step compiles for four minutes
-    first = pace.facts(8, 107, tokens_per_step=50)
+    now[0] += 240.0  # the first step compiles for four minutes
+    first = pace.facts(8, 107, tokens_per_step=50, waited=1.0)
     assert first["data_wait"] == pytest.approx(1 / 240)
-    for _ in range(9):
-        pace.wait_for(source)
-        now[0] += 1.0
-    later = pace.facts(17, 107, tokens_per_step=50)
+    now[0] += 18.0  # nine more, each a second of waiting and one of work
+    later = pace.facts(17, 107, tokens_per_step=50, waited=9.0)
     assert later["data_wait"] == pytest.approx(0.5)
     assert later["seconds_per_step"] == pytest.approx(2.0)
     assert later["tokens_per_second"] == pytest.approx(25.0)

@@ -1,13 +1,17 @@
 """One row from the store to its loss: what shares an index, and what packing must not change."""
 
+import dataclasses
+
 import pytest
 import torch
 from stores import make_store
 from test_drafter import small_drafter, small_spec
 
 from dflash_offline.batch import RowShape, load_batch
+from dflash_offline.head import Head
+from dflash_offline.loss import Objective
 from dflash_offline.shard_set import ShardSet
-from dflash_offline.step import row_loss
+from dflash_offline.step import Noise, Task, row_loss, shaken, teacher_states
 from dflash_offline.target import FrozenEnds
 
 CPU = torch.device("cpu")
@@ -38,6 +42,10 @@ def ends():
     g = torch.Generator().manual_seed(2)
     table = torch.randn(512, 64, generator=g) * 0.2
     return FrozenEnds(table, table)
+
+
+def task_of(spec, ends, objective=None, **more):
+    return Task(spec, ends.embedding, Head(ends.lm_head), objective or Objective(), **more)
 
 
 def batch_of(shards, spec, documents, row_tokens=48, slots=40, seed=0):
@@ -76,8 +84,9 @@ def test_token_state_position_and_label_share_one_index(shards, spec):
 def test_documents_packed_and_apart_have_the_same_loss(shards, spec, ends):
     drafter = small_drafter(spec)
     # More slots than candidates: every candidate is an anchor, so the blocks are the same.
-    together = row_loss(drafter, ends, batch_of(shards, spec, [0, 1, 2]), 1.0)
-    apart = [row_loss(drafter, ends, batch_of(shards, spec, [d]), 1.0) for d in (0, 1, 2)]
+    task = task_of(spec, ends)
+    together = row_loss(drafter, task, batch_of(shards, spec, [0, 1, 2]))
+    apart = [row_loss(drafter, task, batch_of(shards, spec, [d])) for d in (0, 1, 2)]
     torch.testing.assert_close(together.weight, sum(s.weight for s in apart))
     torch.testing.assert_close(together.loss, sum(s.loss for s in apart), rtol=1e-5, atol=0)
     assert together.blocks == sum(s.blocks for s in apart)
@@ -95,9 +104,42 @@ def test_a_row_without_supervised_tokens_gives_zero_gradients(tmp_path, tiny_lla
     silent = [(torch.arange(5, 17), torch.zeros(12, dtype=torch.bool))]
     shards = ShardSet((make_store(tmp_path / "silent", tiny_llama, silent),))
     drafter = small_drafter(spec)
-    sums = row_loss(drafter, ends, batch_of(shards, spec, [0], row_tokens=16, slots=4), 1.0)
+    task = task_of(spec, ends)
+    sums = row_loss(drafter, task, batch_of(shards, spec, [0], row_tokens=16, slots=4))
     sums.loss.backward()
     assert sums.weight == 0
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() == 0, name
+
+
+def test_noise_is_uniform_relative_and_of_the_rows_own_seed(spec):
+    g = torch.Generator().manual_seed(0)
+    size = torch.tensor([0.5, 40.0, 3.0]).repeat_interleave(64)
+    taps = torch.randn(400, 3 * 64, generator=g) * size
+    shaken_once = shaken(taps, spec, Noise(0.1, seed=5), row=2)
+    assert torch.equal(shaken_once, shaken(taps, spec, Noise(0.1, seed=7), row=0))
+    assert not torch.equal(shaken_once, shaken(taps, spec, Noise(0.1, seed=5), row=3))
+    assert shaken(taps, spec, Noise(0.0, seed=5), row=2) is taps
+    rms = taps.unflatten(1, (3, 64)).square().mean(2, keepdim=True).sqrt()
+    share = (shaken_once - taps).unflatten(1, (3, 64)) / rms
+    assert share.abs().max() <= 0.1001
+    # Of a uniform distribution on (-0.1, 0.1).
+    assert share.mean().abs() < 0.001
+    assert share.std() == pytest.approx(0.1 / 3**0.5, rel=0.02)
+
+
+def test_the_teacher_of_a_slot_is_the_state_before_its_token(shards, spec, ends):
+    """The state at position p here holds p, so slot j of anchor a must be taught by a + j - 1."""
+    batch = batch_of(shards, spec, [0, 1, 2])
+    positions = torch.arange(48.0)[:, None].expand(48, 64).bfloat16()
+    batch = dataclasses.replace(batch, final_SD=positions)
+    taught = teacher_states(task_of(spec, ends, Objective(distils=True)), batch)[:, 0]
+    places = batch.rows
+    expected = [
+        float(batch.blocks.anchors_A[r // spec.block_size] + r % spec.block_size - 1)
+        for r in places.tolist()
+    ]
+    assert taught.tolist() == expected
+    doubled = task_of(spec, ends, Objective(distils=True), final_norm=lambda x: 2 * x)
+    assert torch.equal(teacher_states(doubled, batch)[:, 0], 2 * taught)

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from stores import make_store, random_documents
 
-from dflash_offline.config import EvaluateConfig, TrainConfig
+from dflash_offline.config import EvaluateConfig, ExtractConfig, TrainConfig
 from dflash_offline.stages.evaluate import evaluate
+from dflash_offline.stages.extract import extract
 from dflash_offline.stages.train import train
 
 PROGRAM = Path(sys.executable).parent / "dflash-offline"
@@ -32,6 +33,9 @@ def stores(tmp_path_factory, tiny_llama):
         "eval_shards": (make_store(folder / "held", tiny_llama, random_documents(6, seed=1)),),
         "target": tiny_llama,
     }
+
+
+RUNS = ("first", "second")
 
 
 def config(stores, output, **knobs):
@@ -306,10 +310,9 @@ def test_mask_tokens_that_cannot_serve_are_refused(stores, tmp_path, knobs, mess
 def test_a_gradient_that_is_never_finite_ends_the_run_and_keeps_the_weights(
     stores, tmp_path, monkeypatch
 ):
-    def not_finite(parameters, norm):
-        return torch.tensor(float("nan"))
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", not_finite)
+    monkeypatch.setattr(
+        torch.nn.utils, "get_total_norm", lambda gradients: torch.tensor(float("nan"))
+    )
     with pytest.raises(ValueError, match=r"in a row changed nothing .* not finite"):
         train(config(stores, tmp_path, steps=50))
 
@@ -321,3 +324,90 @@ def test_rows_without_a_token_to_learn_end_the_run_instead_of_training_on_nothin
     silent = (make_store(tmp_path / "silent", tiny_llama, [(ids, torch.arange(40) > 37)] * 3),)
     with pytest.raises(ValueError, match=r"no token to learn.*--row-tokens"):
         train(config(stores, tmp_path / "run", shards=silent, row_tokens=20, steps=50))
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(stores, tmp_path):
+    """SIGTERM in the middle, for real; then the same command with --resume."""
+    knobs = {**SHAPE, **stores, "steps": 400, "save_every": 400, "eval_every": 400, "log_every": 1}
+    process = subprocess.Popen(
+        [PROGRAM, "train", *as_flags({**knobs, "output": tmp_path / "run"})],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        for line in process.stderr:
+            if "step 5/" in line:
+                process.terminate()
+                break
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert "asked to stop: this step is finished and saved" in said
+    assert "--resume goes on from the newest checkpoint" in said
+    stopped = max(losses(tmp_path / "run"))
+    assert 5 <= stopped < 400
+    short = {**knobs, "steps": 400, "log_every": 100}
+    train(TrainConfig(**short, output=tmp_path / "run", resume=True))
+    train(TrainConfig(**short, output=tmp_path / "whole"))
+    one, two = weights(tmp_path / "run"), weights(tmp_path / "whole")
+    assert all(torch.equal(one[name], two[name]) for name in two)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"weighting": "dpace"}, {"feature_noise": 0.2}, {"schedule": "wsd"}]
+)
+def test_other_objectives_noise_and_schedules_train_and_resume_exactly(stores, tmp_path, knobs):
+    plain = train(config(stores, tmp_path / "plain", steps=4, save_every=2))
+    whole = train(config(stores, tmp_path / "whole", steps=4, save_every=2, **knobs))
+    assert whole["heldout loss"] != plain["heldout loss"]
+    for folder in (tmp_path / "whole" / "checkpoints").glob("step-00000004"):
+        shutil.rmtree(folder)
+    train(config(stores, tmp_path / "whole", steps=4, save_every=2, resume=True, **knobs))
+    again = weights(tmp_path / "whole")
+    train(config(stores, tmp_path / "twice", steps=4, save_every=2, **knobs))
+    assert all(torch.equal(again[n], value) for n, value in weights(tmp_path / "twice").items())
+
+
+@pytest.mark.parametrize("norm", ["before-norm", "after-norm"])
+def test_distilling_needs_final_hidden_states_and_learns_from_them(
+    tiny_qwen35, stores, tmp_path, norm
+):
+    with pytest.raises(ValueError, match="holds no final hidden states; extract with --final-hid"):
+        train(config(stores, tmp_path / "none", steps=1, objective="kl"))
+    data = tmp_path / "data.jsonl"
+    g = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(6):
+        ids = torch.randint(5, 200, (30,), generator=g).tolist()
+        lines.append(json.dumps({"input_ids": ids, "loss_mask": [0] * 4 + [1] * 26}) + "\n")
+    data.write_text("".join(lines))
+    shards = tmp_path / "shards"
+    extract(
+        ExtractConfig(
+            target=tiny_qwen35, data=(data,), output=shards, final_hidden=norm, device="cpu",
+            target_layer_ids=(1, 3), codec="raw", final_codec="raw",
+        )
+    )  # fmt: skip
+    own = {"shards": (shards,), "eval_shards": (shards,), "target": tiny_qwen35}
+    knobs = {**SHAPE, **own, "steps": 12, "log_every": 1, "lr": 3e-3, "mask_token_id": 3}
+    train(TrainConfig(**knobs, output=tmp_path / "run", objective="kl"))
+    found = losses(tmp_path / "run")
+    assert found[12] < found[1]
+    assert found[1] > 0
+
+
+def test_a_warm_start_begins_where_another_drafter_ended(stores, tmp_path):
+    train(config(stores, tmp_path / "first", steps=3))
+    start = {"warm_start": tmp_path / "first" / "drafter", "lr": 0.0}
+    train(config(stores, tmp_path / "second", steps=1, **start))
+    first, second = (load_file(tmp_path / n / "drafter" / "model.safetensors") for n in RUNS)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_best_drafter_is_kept_with_its_acceptance_length(stores, tmp_path):
+    train(config(stores, tmp_path / "run", steps=6, eval_every=2, eval_documents=2))
+    entries = [e for e in log_of(tmp_path / "run") if "heldout_acceptance_length" in e]
+    best = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
+    assert len(entries) == 3
+    assert best["score"] == max(e["heldout_acceptance_length"] for e in entries)
+    assert best["measure"] == "heldout_acceptance_length"
+    assert (tmp_path / "run" / "best" / "model.safetensors").is_file()

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from dflash_offline.anchors import make_blocks
 from dflash_offline.drafter import Drafter
-from dflash_offline.loss import block_loss
+from dflash_offline.head import Head
+from dflash_offline.loss import Objective, block_loss
 from dflash_offline.mask import attention_mask, block_mask_mod, dense_mask
 from dflash_offline.packing import pack_row
 from dflash_offline.spec import DrafterSpec
@@ -62,11 +63,13 @@ def loss_and_gradients(drafter, row, blocks, taps, table, *, dense, dtype):
         block_positions_BQ=blocks.position_ids_AK.flatten()[None],
         masks=masks,
     )
-    sums = block_loss(hidden[0], table.to(dtype), blocks, 1.0 / float(blocks.weights_AK.sum()))
-    sums.loss.backward()
+    rows = blocks.weights_AK.flatten().nonzero().flatten()
+    sums = block_loss(hidden[0], Head(table.to(dtype)), blocks, rows, Objective())
+    loss = sums.loss / sums.weight
+    loss.backward()
     gradients = {n: p.grad.clone() for n, p in drafter.named_parameters()}
     drafter.zero_grad()
-    return sums.loss.detach(), gradients
+    return loss.detach(), gradients
 
 
 @pytest.fixture
