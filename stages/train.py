@@ -78,6 +78,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     logs = logs_path(config.output)
     size = processes_of_host(config.gpus, config.device)
     if size > 1:
+        check_rows(config, size)
         run_on_all(
             ["train", *arguments_of(config)],
             processes=size,
@@ -98,10 +99,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 def prepare(config: TrainConfig, world: World) -> Setup:
     """Open the shards and the target's ends, and check that they belong together."""
-    if config.rows_per_step % world.size:
-        raise ValueError(
-            f"--rows-per-step {config.rows_per_step} is no multiple of the {world.size} ranks"
-        )
+    check_rows(config, world.size)
     if world.is_first:
         check_run_folder(config)
     target = TargetSpec.read(config.target)
@@ -131,6 +129,15 @@ def prepare(config: TrainConfig, world: World) -> Setup:
     if world.is_first:
         describe(setup, in_prompts)
     return setup
+
+
+def check_rows(config: TrainConfig, ranks: int) -> None:
+    """ValueError if ranks would have to take unlike numbers of rows."""
+    if config.rows_per_step % ranks:
+        raise ValueError(
+            f"--rows-per-step {config.rows_per_step} is no multiple of the {ranks} ranks; change "
+            "it, or how many take part (--gpus)"
+        )
 
 
 def dtype_of(config: TrainConfig) -> torch.dtype:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from stores import make_store, random_documents
 
 from dflash_offline.config import EvaluateConfig, ExtractConfig, TrainConfig
+from dflash_offline.stages import train as train_stage
 from dflash_offline.stages.evaluate import evaluate
 from dflash_offline.stages.extract import extract
 from dflash_offline.stages.train import train
@@ -411,3 +412,12 @@ def test_the_best_drafter_is_kept_with_its_acceptance_length(stores, tmp_path):
     assert best["score"] == max(e["heldout_acceptance_length"] for e in entries)
     assert best["measure"] == "heldout_acceptance_length"
     assert (tmp_path / "run" / "best" / "model.safetensors").is_file()
+
+
+def test_rows_that_ranks_cannot_share_are_refused_before_any_rank_starts(
+    stores, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train_stage, "run_on_all", None)  # whoever calls it fails
+    with pytest.raises(ValueError, match=r"--rows-per-step 2 is no multiple of the 3 ranks.*--gp"):
+        train(config(stores, tmp_path / "run", gpus=3))
+    assert not (tmp_path / "run").exists()

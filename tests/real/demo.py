@@ -98,7 +98,7 @@ def main() -> None:
     seconds["train"] = dflash(
         "train --shards demo/shards/train --eval-shards demo/shards/heldout --target demo/target "
         f"--output demo/run --mask-token-id {MASK_TOKEN} --precision {precision} {DRAFTER} {ROWS} "
-        f"--steps {steps} {options.train_flags}"
+        f"--steps {steps} --gpus 1 {options.train_flags}"
     )
     shutil.copytree(DEMO / "run" / "drafter", DEMO / "drafter")
     seconds["evaluate"] = dflash(
