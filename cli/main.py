@@ -1,8 +1,10 @@
 """The `dflash-offline` command. Imports no torch, so that `--help` answers at once."""
 
 import importlib
+import os
 import signal
 import sys
+import threading
 import traceback
 from typing import NoReturn
 
@@ -12,6 +14,7 @@ from dflash_offline import __version__
 
 EXIT_CRASHED, EXIT_STOPPED = 3, 130
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_SECONDS = 0.05
 # Commands by name -> the module that holds the click command of the same name.
 COMMANDS = {
     "estimate": "dflash_offline.cli.estimate",
@@ -60,14 +63,28 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in str(error)
 
 
-def _stop(*_: object) -> NoReturn:
+class StopOnSignal:
     """SIGTERM ends a command as ctrl-C does: what is open is put away first.
 
-    Once: launchers send both, and a second one would break into putting things away.
+    Once: launchers send both, and a second one would break into putting things away. But Python
+    swallows an exception where an object is being deleted: then it is raised again.
     """
-    for number in _STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, *_: object) -> None:
+        if not self.asked:
+            self.asked = True
+            raise KeyboardInterrupt
+
+    def swallowed(self, lost: "sys.UnraisableHookArgs") -> None:
+        """For sys.unraisablehook."""
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            sys.__unraisablehook__(lost)
+            return
+        self.asked = False
+        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
 
 def _is_stop(error: BaseException | None) -> bool:
@@ -77,9 +94,13 @@ def _is_stop(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _tell(error: BaseException, args: list[str]) -> int:
-    """Say on stderr how the command ended; the exit code."""
-    if _is_stop(error):
+def _tell(error: BaseException, args: list[str], *, was_asked: bool) -> int:
+    """Say on stderr how the command ended; the exit code.
+
+    Once it `was_asked` to stop, whatever came up is of that: some libraries turn an interrupt of
+    their import into an error of their own.
+    """
+    if was_asked or _is_stop(error):
         if not isinstance(error, (click.Abort, KeyboardInterrupt)):
             click.echo(f"while stopping: {_one_line(error)}", err=True)
         command = next((argument for argument in args if argument in COMMANDS), "")
@@ -112,12 +133,15 @@ def main(args: list[str] | None = None) -> NoReturn:
     """
     args = sys.argv[1:] if args is None else args
     code = 0
-    before = {number: signal.signal(number, _stop) for number in _STOPPING}
+    stop, hook = StopOnSignal(), sys.unraisablehook
+    before = {number: signal.signal(number, stop) for number in _STOPPING}
+    sys.unraisablehook = stop.swallowed
     try:
         cli.main(args=args, prog_name="dflash-offline", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:
-        code = _tell(error, args)
+        code = _tell(error, args, was_asked=stop.asked)
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
     sys.exit(code)

@@ -1,6 +1,7 @@
 """What a user sees: help at once, one sentence for a mistake, exit code 2 for usage and 1 else."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from stores import make_store, random_documents
 
-from dflash_offline.cli.main import COMMANDS, main
+from dflash_offline.cli import main as cli_main
+from dflash_offline.cli.main import COMMANDS, StopOnSignal, main
 
 PROGRAM = Path(sys.executable).parent / "dflash-offline"
 CHAT = {"messages": [{"role": "user", "content": "how many"},
@@ -316,3 +318,40 @@ def test_evaluate_refuses_what_does_not_belong_together(tiny_llama, tmp_path, ca
     code, _, err = outcome(args, capsys)
     assert code == 1
     assert "lacks the key" in err
+
+
+def test_a_stop_that_is_lost_where_an_object_is_deleted_comes_again(monkeypatch):
+    stop = StopOnSignal()
+    monkeypatch.setattr(sys, "unraisablehook", stop.swallowed)
+
+    class Deleted:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Deleted()
+            time.sleep(20)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stop.asked
+
+
+def test_an_error_that_a_stop_was_turned_into_is_no_crash(monkeypatch, capsys):
+    """As a library does whose import is interrupted."""
+
+    def interrupted(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("Could not import module 'X'") from None
+
+    monkeypatch.setattr(cli_main.cli, "main", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli_main.main(["extract"])
+    said = capsys.readouterr().err
+    assert end.value.code == 130
+    assert "while stopping: Could not import module 'X'" in said
+    assert "stopped on request" in said
