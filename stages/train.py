@@ -316,7 +316,8 @@ _FREE_KNOBS = {
 def resumable_facts(setup: Setup) -> dict[str, Any]:
     """What a checkpoint must agree with, besides the tensors' shapes."""
     knobs = {k: v for k, v in asdict(setup.config).items() if k not in _FREE_KNOBS}
-    return {**knobs, "content of --shards": setup.shards.identity()}
+    # A run of before rows were planned and anchors drawn as now would go on with other rows.
+    return {**knobs, "content of --shards": setup.shards.identity(), "plan of rows": "best fit"}
 
 
 @torch.no_grad()

@@ -421,3 +421,13 @@ def test_rows_that_ranks_cannot_share_are_refused_before_any_rank_starts(
     with pytest.raises(ValueError, match=r"--rows-per-step 2 is no multiple of the 3 ranks.*--gp"):
         train(config(stores, tmp_path / "run", gpus=3))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_another_plan_of_rows_is_not_gone_on_with_unseen(stores, tmp_path, monkeypatch):
+    train(config(stores, tmp_path / "run", steps=2))
+    facts = train_stage.resumable_facts
+    monkeypatch.setattr(
+        train_stage, "resumable_facts", lambda setup: {**facts(setup), "plan of rows": "another"}
+    )
+    with pytest.raises(ValueError, match="was made with plan of rows = 'best fit', this run has"):
+        train(config(stores, tmp_path / "run", steps=2, resume=True))
