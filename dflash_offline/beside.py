@@ -1,5 +1,6 @@
 """The files beside a data set: the store itself holds nothing that its checksums do not cover."""
 
+import os
 from pathlib import Path
 
 
@@ -28,5 +29,5 @@ def quarantine_path(output: Path, rank: int) -> Path:
 
 
 def _beside(output: Path, ending: str) -> Path:
-    whole = output.resolve()
+    whole = Path(os.path.realpath(output))  # resolve() fails on links in a circle
     return whole.with_name(f"{whole.name}.{ending}")

@@ -219,10 +219,22 @@ def load_corpus(path: Path, key: str) -> Corpus | None:
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
         if metadata["crc32c"] != str(_checksum(metadata["facts"], tensors)):
             return None
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError):
+        counts = Counts(**{**facts["counts"], "dropped": Counter(facts["counts"]["dropped"])})
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    counts = Counts(**{**facts["counts"], "dropped": Counter(facts["counts"]["dropped"])})
+    if not _is_corpus(**tensors):  # whoever forges one can make a checksum too
+        return None
     return Corpus(documents_in(*tensors.values()), counts, facts["sha256"])
+
+
+def _is_corpus(index: Tensor, starts: Tensor, input_ids: Tensor, loss_mask: Tensor) -> bool:
+    """Whether these are documents end to end."""
+    kinds = [(t.dtype, t.ndim) for t in (index, starts, input_ids, loss_mask)]
+    expected = [(torch.int64, 1), (torch.int64, 1), (torch.int32, 1), (torch.bool, 1)]
+    if kinds != expected or len(starts) != len(index) + 1 or len(input_ids) != len(loss_mask):
+        return False
+    is_end_to_end = bool(starts[0] == 0) and bool(starts[-1] == len(input_ids))
+    return is_end_to_end and bool((starts.diff() > 0).all())
 
 
 def _checksum(facts: str, tensors: Mapping[str, Tensor]) -> int:

@@ -10,6 +10,7 @@ state after them, if it is stored), D hidden.
 """
 
 import functools
+import os
 import platform
 import time
 from collections import Counter
@@ -240,7 +241,7 @@ def refuse_own_files(config: ExtractConfig) -> None:
         corpus_path(config.output): "the tokenised corpus",
     }
     for data in config.data:
-        if what := written.get(data.resolve()):
+        if what := written.get(Path(os.path.realpath(data))):
             raise ValueError(
                 f"--data {data} is where {what} of --output {config.output} goes; choose another "
                 "name for one of them"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load, save
+from safetensors import safe_open
+from safetensors.torch import load, save, save_file
 from test_conversations import FATES, facts_of, mixed_lines, write
 from test_estimate import chats_of_every_kind
 
@@ -312,3 +313,29 @@ def test_processes_grow_with_the_data_up_to_the_cores(
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(cores), raising=False)
     monkeypatch.setattr(module.os, "cpu_count", lambda: cores)
     assert tokenising_processes(int(megabytes * 1e6), ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("starts", [0, 9]),
+        ("starts", [0, 7, 3, 12]),
+        ("starts", [-2, 3, 7, 12]),
+        ("starts", [0, 3, 7, 99]),
+        ("index", [0.0, 1.0, 2.0]),
+    ],
+)
+def test_a_forged_corpus_with_a_right_checksum_is_made_anew(tmp_path, name, values):
+    documents = [
+        Document(i, torch.arange(n, dtype=torch.int32), torch.ones(n, dtype=torch.bool))
+        for i, n in enumerate((3, 4, 5))
+    ]
+    path = tmp_path / "corpus.safetensors"
+    save_corpus(path, Corpus(documents, Counts(documents=3), {}), "key")
+    assert len(load_corpus(path, "key").documents) == 3
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in module._TENSORS}
+    forged = {**{n: t.clone() for n, t in tensors.items()}, name: torch.tensor(values)}
+    crc = module._checksum(metadata["facts"], forged)
+    save_file(forged, path, {**metadata, "crc32c": str(crc)})
+    assert load_corpus(path, "key") is None
