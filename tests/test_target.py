@@ -72,12 +72,26 @@ def test_documents_of_a_row_do_not_see_each_other(tiny_target, dtype):
 
 @pytest.mark.parametrize("multiple", [16, 128])
 def test_attention_over_lengths_of_few_kinds_changes_nothing(tiny_target, multiple):
-    """As on a GPU: each document is attended with those after it, up to the next multiple."""
+    """As on a GPU: each document is filled up to the next multiple."""
     target = load(tiny_target, dtype=torch.float32)
     row = [random_ids(n, seed=n) for n in (1, 16, 17, 100, 33)]
     plain = target.taps(row)
     target._packed._stretch = multiple
     assert torch.allclose(target.taps(row).float(), plain.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_a_broken_document_leaves_the_one_before_it_whole(tiny_qwen3):
+    """On a GPU a document is attended at a longer length: not into its neighbour's NaN."""
+    target = load(tiny_qwen3, dtype=torch.float32)
+    target._packed._stretch = 128
+    broken = 77
+    embedding = target._tower.get_input_embeddings().weight
+    embedding.data[broken] = float("nan")
+    sound, bad = torch.full((40,), 9), torch.full((30,), broken)
+    before, after = target.taps([sound, bad]).split([40, 30])
+    assert torch.equal(before, target.taps([sound]))
+    assert before.isfinite().all()
+    assert after.isnan().all()
 
 
 def test_a_document_of_4096_tokens_beside_others(tiny_qwen35):
